@@ -132,9 +132,9 @@ def ensembles(runs: Sequence[Run]) -> str:
     columns: dict[str, Callable[[Run], float]] = {
         "gold at its peak": lambda run: run.means("gold")[run.peak],
         "step of the peak": lambda run: run.step(run.peak) - WINDOW // 2,
-        "KL there": lambda run: run.means("kl_full")[run.peak],
+        "KL there": lambda run: run.means("kl")[run.peak],
         "gold at the end": lambda run: run.means("gold")[-1],
-        "KL at the end": lambda run: run.means("kl_full")[-1],
+        "KL at the end": lambda run: run.means("kl")[-1],
     }
     lines = [f"| reward | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
     for arm in ARMS:
@@ -170,7 +170,7 @@ def below_best(name: str) -> Signal:
 
 def per_token(run: Run) -> list[float]:
     """KL to SFT in nats per token."""
-    return [nats / tokens for nats, tokens in zip(run.means("kl_full"), run.means("response_tokens_mean"), strict=True)]
+    return [nats / tokens for nats, tokens in zip(run.means("kl"), run.means("response_tokens_mean"), strict=True)]
 
 
 def gap(run: Run) -> list[float]:

@@ -29,9 +29,9 @@ def make_deterministic(seed: int, threads: int, *, deterministic: bool = True, t
         deterministic: select deterministic kernels, and no attention of cuDNN, whose backward pass has none. Filling of
             uninitialised memory, which torch adds to them, is switched off: it costs time. False selects the fastest
             kernels; two runs may then differ.
-        tf32: float32 matrix products may round their factors: on a GPU to 10 bits (TensorFloat-32), on a CPU with AMX
-            to 8. On other CPUs they are exact, by oneDNN, which takes half the time of MKL on AMD. This is the only
-            place that decides on it.
+        tf32: float32 matrix products may round their factors to 10 bits (TensorFloat-32) on a GPU. On a CPU they are
+            exact, and where it has no AMX computed by oneDNN, which takes half the time of MKL on AMD. This is the
+            only place that decides on it.
     """
     random.seed(seed)
     np.random.seed(seed)
@@ -40,7 +40,8 @@ def make_deterministic(seed: int, threads: int, *, deterministic: bool = True, t
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cuda.enable_cudnn_sdp(not deterministic)
-    torch.set_float32_matmul_precision("medium" if tf32 else "highest")
+    rounds_to_8_bits = torch.cpu.get_capabilities().get("amx_bf16", False)  # with "medium"; heads need more
+    torch.set_float32_matmul_precision("highest" if not tf32 else "high" if rounds_to_8_bits else "medium")
     if not deterministic and os.environ.get(WORKSPACE) == OURS:
         del os.environ[WORKSPACE]
 

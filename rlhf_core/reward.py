@@ -18,6 +18,7 @@ from rlhf_core.config.precision import Recomputed
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.models.batch import TokenBatch, in_passes, pad_batch, sequence_scores
 from rlhf_core.models.lora import add_lora
+from rlhf_core.models.packed import can_pack
 from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sharding import divide, rejoin, within
 from rlhf_core.models.shared_body import save_adapter
@@ -87,11 +88,15 @@ def fit_pairs(
     adapter = None if settings.lora is None else add_lora(model, settings.lora, run.seed)
     if run.processes is not None:
         divide(model, run.precision == "bfloat16")
+    if can_pack(model):  # a prompt is read once, and no padding
+        tokens = [len(c.prompt) + sum(map(len, c.responses)) for c in comparisons]
+    else:
+        tokens = [len(c.responses) * (len(c.prompt) + max(map(len, c.responses))) for c in comparisons]
     loop = Training(
         model,
         sums,
         weights=[len(c.pairs) for c in comparisons],
-        tokens=[len(c.prompt) + sum(map(len, c.responses)) for c in comparisons],  # a prompt is read once
+        tokens=tokens,
         schedule=Schedule.of(settings, len(comparisons)),
         run=run,
         keys=f"{block}.micro_batch_tokens, {block}.max_tokens or preferences.samples_per_prompt",

@@ -17,7 +17,7 @@ COLUMNS = (
     "step",
     "reward_raw",
     "gold",
-    "kl_full",
+    "kl",
     "response_tokens_mean",
     "update_kl",
     "entropy",
@@ -108,7 +108,7 @@ def reward_hacking(rows: Sequence[Row], settings: Settings, highest_kl: float = 
     if all(row["gold"] is not None for row in rows):
         return _against_gold(rows, settings)
     proxy = Move.between(_column(rows, "reward_raw"), settings.window)
-    far = fmean(_column(rows[-settings.window :], "kl_full"))
+    far = fmean(_column(rows[-settings.window :], "kl"))
     if not (proxy.deviations > HACKING_DEVIATIONS and far > highest_kl):
         return None
     return f"the reward went {proxy} at a KL of {far:.3g} nats per answer, and there is no judge; read the samples"
@@ -130,7 +130,7 @@ def kl_spike(rows: Sequence[Row], settings: Settings) -> str | None:
     if moved > UPDATE_KL:
         return f"one update moved the policy by {moved:.3g} nats per answer"
     width = settings.shortest_window
-    kl = _column(rows[-settings.window - 2 * width + 1 :], "kl_full")
+    kl = _column(rows[-settings.window - 2 * width + 1 :], "kl")
     means = _means(kl, min(width, len(kl)))
     before, now = means[:-width], means[-1]
     if before and now - median(before) > KL_JUMP:

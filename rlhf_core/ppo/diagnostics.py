@@ -37,10 +37,10 @@ def step_row(
         "score": scores.used.mean().item(),
         "reward_shaped": credit.rewards.sum(dim=1).mean().item(),
         "gold": sum(scores.gold) / len(scores.gold) if scores.gold is not None else None,
-        "kl": credit.kl.sum(dim=1).mean().item(),
+        "kl": rollout.ref_kl.sum(dim=1).mean().item(),
+        "kl_k1": credit.kl.sum(dim=1).mean().item(),
         "kl_k2": _per_sequence(rollout, "k2"),
         "kl_k3": _per_sequence(rollout, "k3"),
-        "kl_full": rollout.ref_kl.sum(dim=1).mean().item(),
         "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
         "explained_variance": explained_variance(
             rollout.old_values, reward_to_go(credit.rewards, rollout.mask), rollout.mask

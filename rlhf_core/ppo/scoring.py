@@ -11,11 +11,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.judge import Judge
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
+from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import sample
 from rlhf_core.models.scorers import Answers, Scored, Scorer, models_of
 from rlhf_core.models.sharding import whole
@@ -101,6 +103,7 @@ def reference_scores(
     judge: Judge | None = None,
     processes: Processes | None = None,
     in_batches: InBatches = one_after_another,
+    precision: Precision = "float32",
 ) -> ReferenceScores:
     """Scores of the reference's answers to the prompts of PPO, which the reward model was not trained on, sampled as
     PPO samples (rule 12): 512 answers, to each prompt as many as to any other, or one more. With several processes each
@@ -113,30 +116,30 @@ def reference_scores(
     def work(numbers: Sequence[int]) -> list[list[float]]:
         chosen = [order[number % len(prompts)] for number in numbers]
         asked, ids = [prompts[i] for i in chosen], [encode_prompt(tokenizer, prompts[i]) for i in chosen]
-        responses = sample(
-            reference,
-            ids,
-            [(seed, REFERENCE, i, number // len(prompts)) for i, number in zip(chosen, numbers, strict=True)],
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            stop_ids=stops,
-            pad_id=int(tokenizer.pad_token_id),
-            batch_size=at_once,
-        ).responses
+        with autocast(precision, reference.device):  # as the policy samples
+            responses = sample(
+                reference,
+                ids,
+                [(seed, REFERENCE, i, number // len(prompts)) for i, number in zip(chosen, numbers, strict=True)],
+                max_new_tokens=config.max_new_tokens,
+                temperature=config.temperature,
+                stop_ids=stops,
+                pad_id=int(tokenizer.pad_token_id),
+                batch_size=at_once,
+            ).responses
         texts = [decode_response(tokenizer, response, stops) for response in responses]
         scores = scorer(Answers(asked, texts, ids, responses, rows and [rows[i] for i in chosen])).total
         require_numbers(scores)
         gold = judge.score(asked, texts) if judge else [0.0] * len(texts)
         return [[score, len(ids), g] for score, ids, g in zip(scores, responses, gold, strict=True)]
 
-    numbers = range(REFERENCE_ANSWERS)
-    batches = [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
+    numbers: Sequence[int] = range(REFERENCE_ANSWERS)
+    mine = numbers if processes is None else processes.share(numbers)
+    batches = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
     with whole([reference, *models_of(scorer)]):
-        if processes is None:
-            found = in_batches(batches, work)
-        else:
-            shares = processes.gather([in_batches(processes.share(batches), work)])
-            found = [row for share in shares for row in share]
+        found = in_batches(batches, work)
+        if processes is not None:
+            found = [row for share in processes.gather([found]) for row in share]
     scores, lengths, gold = map(list, zip(*found, strict=True))
     return ReferenceScores(scores, [int(length) for length in lengths], gold if judge else None)
 

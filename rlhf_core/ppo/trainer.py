@@ -132,7 +132,7 @@ class PPOTrainer:
         a score, loss or gradient that is NaN or infinite, and OutOfMemory.
         """
         config, beta, plan = self.config, self.controller.coef, StepPlan.of(self.config, self.steps_done)
-        done = UpdateStatistics(grad_norms=norms or {name: [] for name in self.optimizers})
+        done = UpdateStatistics(grad_norms={name: [] for name in self.optimizers} if norms is None else norms)
         with at_step(plan.step + 1):
             with self._phase("rollout"):
                 rollout = rollout or self.rollout()  # answers; log π_old, log π_ref, exact KL and V of their tokens
@@ -183,8 +183,9 @@ class PPOTrainer:
             rate = self.optimizers["policy"].param_groups[0]["lr"] if plan.trains_policy else 0.0
             row = step_row(plan, rollout, scores, credit, done, rate, beta)
             row |= {} if self.models.has_critic else dict.fromkeys(CRITIC_COLUMNS)
+            row |= {} if self.text is None else {"ptx_loss": row.get("ptx_loss")}  # not measured in the warm-up
             if plan.trains_policy:
-                self.controller.update(float(row["kl_full"] or 0.0), config.batch_size)
+                self.controller.update(float(row["kl"] or 0.0), config.batch_size)
             self._step_schedulers(plan)
             self.steps_done += 1
             return row

@@ -133,7 +133,7 @@ def ppo_curves(run: Run) -> Picture | None:
         ("gold", "gold score", JUDGE, 2, False),
         ("reward_raw", f"{run.proxy_score} (raw)", PROXY, 2, False),
         ("reward/std", "disagreement of the reward models", PROXY, 2, False),
-        ("kl_full", "KL to SFT, nats per answer", POLICY, 2, False),
+        ("kl", "KL to SFT, nats per answer", POLICY, 2, False),
         ("kl_coef", "coefficient β of the KL", INK, 4, False),
         ("entropy", "entropy, nats per token", POLICY, 3, False),
         ("response_tokens_mean", "length, tokens", POLICY, 1, False),

@@ -126,10 +126,9 @@ class Stage(Generic[Model]):
         finished are read from its journal in the state folder. `show` gives the metrics in the progress line."""
         journal = Journal(self.state_dir / f"{name}.journal", self.log)
         done = [value for piece in journal.pieces for value in piece]
-        total = sum(map(len, batches))
-        if 0 < len(done) < total:
+        if done:
             self.log(f"{name}: continues after {unit} {len(done)}")
-        progress = self.progress(total, unit)
+        progress = self.progress(sum(map(len, batches)), unit)
         with self.interrupts.deferred():
             for batch in batches[len(journal.pieces) :]:
                 journal.append(work(batch))

@@ -9,7 +9,7 @@ from tasks.stage.outputs import Outputs
 NOTE = "README.md"
 OF_PAIRS = ("step", "loss", "accuracy", "margin")
 OF_PPO = (
-    *("step", "reward_raw", "gold", "kl_full", "response_tokens_mean", "update_kl", "entropy", "value_loss"),
+    *("step", "reward_raw", "gold", "kl", "response_tokens_mean", "update_kl", "entropy", "value_loss"),
     *("explained_variance", "clip_fraction", "clip_fraction_last_epoch", "repeated_ngram_share"),
     *("repeating_answer_share", "missing_eos_share", "min_token_reward", "engine_mismatch_k3"),
     *("grad_norm_policy", "grad_norm_critic"),

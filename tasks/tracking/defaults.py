@@ -64,4 +64,6 @@ def _plain(text: str) -> str:
         value = json.loads(text)
     except ValueError:
         return text
-    return f"{value:g}" if isinstance(value, float) else text
+    if not isinstance(value, float):
+        return text
+    return str(int(value)) if value.is_integer() else repr(value)

@@ -48,9 +48,7 @@ from tasks.tracking.defaults import filled, filled_of_stage
 
 LOCK_SECONDS = 30.0
 PAUSE_SECONDS = 5.0
-CURVES = tuple(
-    f"ppo/{name}" for name in ("gold", "reward_raw", "kl_full", "entropy", "response_tokens_mean", "value_loss")
-)
+CURVES = tuple(f"ppo/{name}" for name in ("gold", "reward_raw", "kl", "entropy", "response_tokens_mean", "value_loss"))
 """Points of PPO that the pipeline's run has, too: the curves by which one compares runs, best first."""
 OF_A_MODEL = ("gold", "reward", "win_rate", "kl", "response_tokens", "missing_eos_share", "heldout_loss")
 """The figures of each model in MLflow's list of models."""

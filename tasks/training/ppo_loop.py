@@ -75,6 +75,7 @@ def build(
     known = reference_scores(
         *(config, reference, tokenizer, scorer, prompts, seed, rows, judge, processes),
         in_batches=partial(stage.resumed, journal, unit="reference answer"),
+        precision=precision,
     )
     models = ActorCritic(
         config,
@@ -187,9 +188,7 @@ def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[R
     if trainer.writes and snapshot_is_due(trainer.config, done):
         snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
     track(stage, trainer, row)
-    progress.update(
-        done, **{"score": row["score"], "gold": row["gold"], "kl": row["kl_full"], "entropy": row["entropy"]}
-    )
+    progress.update(done, **{"score": row["score"], "gold": row["gold"], "kl": row["kl"], "entropy": row["entropy"]})
     alerts = watch(stage, trainer, record, progress)
     reasons = [SCHEDULE] if done % trainer.config.sample_every == 0 or done == trainer.config.steps else []
     if reasons := reasons + [alert.name for alert in alerts]:
@@ -278,7 +277,7 @@ def summary(history: list[Row], config: PPOConfig) -> dict[str, Any]:
         "reward_last": mean("reward_raw", last),
         "gold_first": mean("gold", first),
         "gold_last": mean("gold", last),
-        "kl_last": mean("kl_full", last),
+        "kl_last": mean("kl", last),
         "kl_coef_last": history[-1]["kl_coef"],
         "entropy_last": mean("entropy", last),
         "missing_eos_share_last": mean("missing_eos_share", last),

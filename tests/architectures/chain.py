@@ -279,7 +279,7 @@ class Chain:
             assert row["engine_mismatch_max"] is not None
             assert row["engine_mismatch_max"] < TOLERANCE
             if trainer.steps_done == 1:
-                assert abs(row["kl_full"] or 0.0) < TOLERANCE, "the policy begins as its reference"
+                assert abs(row["kl"] or 0.0) < TOLERANCE, "the policy begins as its reference"
         return trainer
 
     def ppo_own_critic(self) -> None:

@@ -284,7 +284,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     for module in ("rlhf_core.models.batch", "rlhf_core.ppo.rollout"):
         monkeypatch.setattr(f"{module}.pad_batch", noting_pad_batch)
-    monkeypatch.setattr(rlhf_core.sft, "fine_tune", noting_fine_tune)
+    monkeypatch.setattr("tasks.sft.fine_tune", noting_fine_tune)
     return noted
 
 

@@ -81,7 +81,7 @@ class Lines:
     def write(self, text):
         self.real.write(text)
         self.real.flush()
-        if text.startswith("["):
+        if text.startswith("[") and "reference answer" not in text:
             count("line")
 
     def __getattr__(self, name):

@@ -49,7 +49,7 @@ def pairs_by_round(project: Project) -> Counter[int | None]:
 def first_kl(project: Project) -> float:
     """The KL of PPO's first answers to the reference, nats."""
     with (project.root / "plots/ppo.csv").open(encoding="utf-8", newline="") as file:
-        return float(next(csv.DictReader(file))["kl_full"])
+        return float(next(csv.DictReader(file))["kl"])
 
 
 def killed_in_the_middle(project: Project) -> None:

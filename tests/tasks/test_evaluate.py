@@ -155,8 +155,7 @@ def test_members_and_a_judging_reward_model_pass_every_stage(finished: "Project"
     assert len({tuple(row) for row in metrics["models"].values()}) == 1, "the same keys for every model"
     page = (finished.root / "report/index.html").read_text(encoding="utf-8")
     assert "By the judging reward model" in page
-    assert "Disagreement of the reward models" not in page, "the title is in the picture"
-    assert 'id="disagreement"' in page
+    assert "disagreement of the reward models" in page, "a panel of PPO's curves"
 
     mine = [{"prompt": f"What could I eat on day {day}?"} for day in range(3)]
     text = "".join(json.dumps(row) + "\n" for row in mine)

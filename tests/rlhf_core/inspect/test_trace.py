@@ -77,7 +77,7 @@ def test_the_tokens_add_up_to_the_diagnostics(make_trainer: MakeTrainer, setting
         signs = [1 if token.weight > 0 else -1 for trace in traces for token in trace.tokens for _ in token.passes]
         held = [float(sign * (reading.ratio - 1) > 0.2) for sign, reading in zip(signs, passes, strict=True)]
         assert close(mean(held), row["clip_fraction"])
-    assert close(sum(trace.kl for trace in traces) / 8, row["kl"])
+    assert close(sum(trace.kl for trace in traces) / 8, row["kl_k1"])
     assert close(sum(trace.return_ for trace in traces) / 8, row["reward_shaped"])
     assert close(sum(trace.score_raw for trace in traces) / 8, row["reward_raw"])
     assert close(sum(trace.score for trace in traces) / 8, row["score"])

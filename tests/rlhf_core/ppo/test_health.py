@@ -18,7 +18,7 @@ Watch = Callable[..., Monitor]
 HEALTHY: dict[str, float | None] = {
     "reward_raw": 1.0,
     "gold": 2.0,
-    "kl_full": 2.0,
+    "kl": 2.0,
     "response_tokens_mean": 20.0,
     "update_kl": 0.001,
     "entropy": 1.0,
@@ -146,7 +146,7 @@ def test_without_a_judge_the_kl_per_answer_decides(watch: Watch, tokens: int, kl
         60,
         **UP,
         gold=lambda _: None,
-        kl_full=lambda step: kl * min(1.0, step / 30),
+        kl=lambda step: kl * min(1.0, step / 30),
         response_tokens_mean=lambda _: float(tokens),
         update_kl=lambda _: 1 / tokens,
         engine_mismatch_k3=lambda _: 0.1 / tokens,
@@ -158,7 +158,7 @@ def test_without_a_judge_the_kl_per_answer_decides(watch: Watch, tokens: int, kl
 @pytest.mark.parametrize(
     ("name", "column", "inside", "outside"),
     [
-        ("kl_spike", "kl_full", lambda _: 2.0 + 3.9, lambda _: 2.0 + 4.1),
+        ("kl_spike", "kl", lambda _: 2.0 + 3.9, lambda _: 2.0 + 4.1),
         ("kl_spike", "update_kl", lambda tokens: 2.9 / tokens, lambda tokens: 3.1 / tokens),
         ("engine_mismatch", "engine_mismatch_k3", lambda tokens: 0.19 / tokens, lambda tokens: 0.21 / tokens),
     ],
@@ -173,7 +173,7 @@ def test_rule_29_limits_of_a_kl_are_per_answer(
     outside: Callable[[int], float],
 ) -> None:
     for level, expected in ((inside(tokens), []), (outside(tokens), [name])):
-        changed = {column: lambda step, level=level: level if step > 10 else {"kl_full": 2.0}.get(column, 1e-4)}
+        changed = {column: lambda step, level=level: level if step > 10 else {"kl": 2.0}.get(column, 1e-4)}
         history = rows(30, response_tokens_mean=lambda _: float(tokens), **changed)
         calm = {"update_kl": 1e-4, "engine_mismatch_k3": 1e-9}
         history = [row | {key: calm[key] for key in calm if key != column} for row in history]
@@ -266,10 +266,10 @@ def test_seconds_stay_out_of_what_is_kept(watch: Watch) -> None:
 
 def test_windows_grow_where_steps_are_small(watch: Watch) -> None:
     """One step of ten prompts says little: its spike of KL is noise, ten such steps are none."""
-    jump = {"kl_full": lambda step: 7.0 if step in (20, 35) else 2.0}
+    jump = {"kl": lambda step: 7.0 if step in (20, 35) else 2.0}
     assert reported(watch(rows(40, **jump), batch_size=100)) == ["kl_spike@20", "kl_spike@35"]
     assert watch(rows(40, **jump), batch_size=10).alerts == []
-    stays = {"kl_full": lambda step: 7.0 if step > 20 else 2.0}
+    stays = {"kl": lambda step: 7.0 if step > 20 else 2.0}
     assert [name.split("@")[0] for name in reported(watch(rows(40, **stays), batch_size=10))] == ["kl_spike"]
 
 

@@ -52,6 +52,14 @@ def test_the_policy_learns_the_text_and_forgets_it_without(make_trainer: MakeTra
     assert found[20.0] < found[0.0] - 1.0
 
 
+def test_every_row_has_the_same_columns_behind_a_warm_up_of_the_critic(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(text=PIECES, ptx=SETTINGS, critic={"warmup_steps": 1})
+    first, second = trainer.step(), trainer.step()
+    assert first.keys() == second.keys()
+    assert first["ptx_loss"] is None
+    assert second["ptx_loss"]
+
+
 def test_the_critic_does_not_read_the_text(make_trainer: MakeTrainer) -> None:
     read = []
     for coef in (0.0, 1.0):

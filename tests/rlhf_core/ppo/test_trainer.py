@@ -267,12 +267,12 @@ def test_failure_11_a_scorer_of_text_is_enough(make_trainer: MakeTrainer) -> Non
 
 def test_rule_17_rule_23_the_adaptive_controller_follows_the_exact_kl_of_a_sequence(make_trainer: MakeTrainer) -> None:
     """By the exact KL (rule 23), with a target at which the error is not cut off. A row shows the β of its step."""
-    kl = make_trainer().step()["kl_full"]
+    kl = make_trainer().step()["kl"]
     target = kl / 1.1
     trainer = make_trainer(kl={"controller": "adaptive", "coef": 0.1, "target": target, "horizon": 40})
     first, second = trainer.step(), trainer.step()
-    assert first["kl_full"] == kl
-    assert abs(first["kl"] - kl) > 0.1
+    assert first["kl"] == kl
+    assert abs(first["kl_k1"] - kl) > 0.1
     assert first["kl_coef"] == 0.1
     assert second["kl_coef"] == pytest.approx(0.1 * (1 + 0.1 * 8 / 40))
 
@@ -337,7 +337,7 @@ def test_rule_18_values_on_padding_are_removed(make_trainer: MakeTrainer, monkey
 
 
 COLUMNS = {
-    "step reward_raw score reward_shaped gold kl kl_k2 kl_k3 kl_full entropy clip_fraction value_clip_fraction",
+    "step reward_raw score reward_shaped gold kl kl_k1 kl_k2 kl_k3 entropy clip_fraction value_clip_fraction",
     "advantage_abs policy_loss value_loss explained_variance grad_norm_policy grad_norm_critic response_tokens_mean",
     "response_tokens_max missing_eos_share ratio_max approx_kl kl_coef learning_rate engine_mismatch_max",
     "engine_mismatch_k3 min_token_reward repeated_ngram_share optimizer_steps tokens_trained "

@@ -49,7 +49,7 @@ def test_same_numbers_same_bytes_whatever_the_users_style(make_run: MakeRun, pic
 def test_other_numbers_other_bytes(make_run: MakeRun, pictures: Drawn) -> None:
     run = make_run()
     ppo = run.curves["ppo"]
-    changed = replace(run, curves=run.curves | {"ppo": ppo | {"kl_full": [value + 1 for value in ppo["kl_full"]]}})
+    changed = replace(run, curves=run.curves | {"ppo": ppo | {"kl": [value + 1 for value in ppo["kl"]]}})
     differ = [a.name for a, b in zip(pictures[True], draw(changed), strict=True) if a != b]
     assert differ == ["ppo"]
 
@@ -57,7 +57,7 @@ def test_other_numbers_other_bytes(make_run: MakeRun, pictures: Drawn) -> None:
 def test_alternative_text_has_the_ends_of_a_curve(make_run: MakeRun, pictures: Drawn) -> None:
     run = make_run()
     alt = {picture.name: picture.alt for picture in pictures[True]}["ppo"]
-    kl, critic = run.curves["ppo"]["kl_full"], run.curves["ppo"]["explained_variance"]
+    kl, critic = run.curves["ppo"]["kl"], run.curves["ppo"]["explained_variance"]
     assert f"KL to SFT, nats per answer from {kl[0]:.2f} to {kl[-1]:.2f}" in alt
     assert "coefficient β of the KL from 0.0502 to 0.0600" in alt
     assert math.isnan(critic[0])

@@ -84,7 +84,7 @@ def stage(
     facts = {"stage": name, "key": key, "params": {f"{name}.a": "1"}, "inputs": inputs or {}}
     live = record.Live(root, folder, facts)
     for step in range(1, points + 1):
-        live.points({f"{name}/kl_full": step / 10}, step)
+        live.points({f"{name}/kl": step / 10}, step)
     if end:
         live.end(end)
     return live

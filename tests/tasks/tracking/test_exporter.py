@@ -20,7 +20,7 @@ from tasks.tracking.exporter import Unreachable, export
 from tests.tasks.tracking.conftest import EVALUATION, evaluate, pipeline, runs, stage
 
 Look = Callable[[], MlflowClient]
-PLOT = "step,kl_full,gold\n1,0.1,1.0\n2,0.2,\n"
+PLOT = "step,kl,gold\n1,0.1,1.0\n2,0.2,\n"
 
 
 def whole(root: Path) -> Path:
@@ -56,14 +56,14 @@ def test_a_pipeline_run_with_a_run_for_each_stage(root: Path, look: Look) -> Non
     parent, *stages = runs(look())
     assert parent.info.run_name == "c0ffee0"
     assert parent.data.params["ppo.kl.coef"] == "0.05"
-    assert {name: parent.data.metrics[name] for name in ("win_rate", "reward_accuracy", "alerts", "ppo/kl_full")} == {
-        "win_rate": 0.8, "reward_accuracy": 0.9, "alerts": 1.0, "ppo/kl_full": 0.2}  # fmt: skip
+    assert {name: parent.data.metrics[name] for name in ("win_rate", "reward_accuracy", "alerts", "ppo/kl")} == {
+        "win_rate": 0.8, "reward_accuracy": 0.9, "alerts": 1.0, "ppo/kl": 0.2}  # fmt: skip
     assert {run.data.tags["leash.stage"]: run.info.status for run in stages} == dict.fromkeys(
         ("reward", "ppo", "evaluate", "report"), "FINISHED"
     )
     assert {run.data.tags["mlflow.parentRunId"] for run in stages} == {parent.info.run_id}
     by_stage = {run.data.tags["leash.stage"]: run for run in stages}
-    history = look().get_metric_history(by_stage["ppo"].info.run_id, "ppo/kl_full")
+    history = look().get_metric_history(by_stage["ppo"].info.run_id, "ppo/kl")
     assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2)]
     assert by_stage["reward"].data.metrics == {"heldout_accuracy": 0.9}, "and no `enabled`"
     answers = hashlib.md5((root / "data/evaluate/answers.jsonl").read_bytes(), usedforsecurity=False).hexdigest()
@@ -196,7 +196,7 @@ def test_the_curves_of_ppo_are_there_where_dvc_restored_it(root: Path, look: Loo
     export(root)
     parent, child = runs(look())
     for run in (parent, child):
-        history = look().get_metric_history(run.info.run_id, "ppo/kl_full")
+        history = look().get_metric_history(run.info.run_id, "ppo/kl")
         assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2)]
     assert child.data.tags["leash.restored"] == "true"
 
@@ -215,7 +215,7 @@ def test_a_stage_that_goes_on_continues_its_run(root: Path, look: Look) -> None:
     export(root)
     (parent, child) = runs(look())
     assert (parent.info.status, child.info.status) == ("FINISHED", "FINISHED")
-    history = look().get_metric_history(child.info.run_id, "ppo/kl_full")
+    history = look().get_metric_history(child.info.run_id, "ppo/kl")
     assert [point.step for point in history] == [1, 2, 3, 4, 5]
 
 

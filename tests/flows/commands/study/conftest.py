@@ -49,7 +49,8 @@ def home(toy: Callable[..., Path]) -> Path:
     root = toy({})
     (root / "dvc.yaml").write_text(GRAPH)
     (root / "work.py").write_text(WORK)
-    (root / "params.yaml").write_bytes((ROOT / "params.yaml").read_bytes())
+    params = (ROOT / "params.yaml").read_text(encoding="utf-8")
+    (root / "params.yaml").write_text(params.replace("\nppo:\n", "\nppo:\n  vf_coef: 0.5\n"), encoding="utf-8")
     commit(root)
     return root
 

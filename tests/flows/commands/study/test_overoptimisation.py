@@ -21,7 +21,7 @@ def run(script: ModuleType, arm: str, seed: int, kl: Sequence[float], **more: fl
     """A run whose gold score is highest at step 15, with this KL (nats a token, ten tokens an answer) in each step."""
     rows = [
         {
-            "step": float(step), "gold": 3.0 - 0.01 * (step - 15) ** 2, "kl_full": 10 * kl[step - 1],
+            "step": float(step), "gold": 3.0 - 0.01 * (step - 15) ** 2, "kl": 10 * kl[step - 1],
             "reward_raw": float(step), "response_tokens_mean": 10.0, "repeated_ngram_share": 0.0, **more,
         }
         for step in range(1, STEPS + 1)

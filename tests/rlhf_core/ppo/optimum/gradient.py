@@ -130,7 +130,8 @@ def expected_returns(
 ) -> Float[Tensor, "batch time"]:
     """The discounted return that is expected from each state, over all responses that pass through it; 0 on
     padding."""
-    rewards = assign_credit(rollout, scores, config, kl_coef).rewards
+    alone = config.model_copy(update={"advantage": "reinforce"})  # each response is there once, in no group
+    rewards = assign_credit(rollout, scores, alone, kl_coef).rewards
     returns, later = torch.zeros_like(rewards), torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
         later = rewards[:, t] + config.gamma * later
