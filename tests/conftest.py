@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,29 +27,19 @@ from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
 
-RECORDER = """
-import atexit, json, os, sys
+RECORDER = f"""
+import sys
 
-words = getattr(sys, "orig_argv", [])
-if words[-3:-1] == ["-m", "tasks"]:
-    opened = set()
+if getattr(sys, "orig_argv", [])[-3:-1] == ["-m", "tasks"]:
+    sys.path.append({str(Path(__file__).parent)!r})
+    import warm
 
-    def on_event(event, details):
-        if event == "open" and isinstance(details[0], (str, bytes)):
-            path = os.path.abspath(os.fsdecode(details[0]))
-            if not details[2] & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path):
-                opened.add(path)
-
-    def write():
-        path = os.path.join(os.environ["LEASH_TEST_RECORD"], words[-1] + ".json")
-        content = {"modules": sorted(sys.modules), "opened": sorted(opened)}
-        with open(path, "w") as file:
-            json.dump(content, file)
-
-    sys.addaudithook(on_event)
-    atexit.register(write)
+    sys.path.pop()
+    warm.record()
 """
-"""A sitecustomize.py: notes which modules a stage has loaded and which files it opened for reading."""
+"""A sitecustomize.py for stages in new interpreters."""
+LIGHT = ("check", "ingest", "report", "hybrid", "reinforce", "grpo")
+"""Stages that only read files, or that the tiny run switches off: they must load no heavy library."""
 
 
 OPTIONAL = (
@@ -282,8 +274,8 @@ def make_tiny_run(folder: Path, database: Path) -> list[str]:
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")
     project = clone(folder / "first-place", database)
-    hooked = {"PYTHONPATH": str(hooks), "LEASH_TEST_RECORD": str(record)}
-    ran = project.repro(**hooked, PYTHONHASHSEED="1", TZ="Asia/Kathmandu")
+    hooked = {"PYTHONPATH": str(hooks), warm.RECORD: str(record), warm.ANEW: " ".join(LIGHT)}
+    ran = project.repro(**hooked, TZ="Asia/Kathmandu")
     from tasks.tracking.exporter import export  # imports mlflow
 
     export(project.root, f"sqlite:///{project.root / 'mlflow.db'}")  # a copy would send what waits as its own
@@ -390,6 +382,13 @@ def toy(tmp_path: Path, empty_project: Path) -> Callable[..., Path]:
         return root
 
     return make
+
+
+def benchmark(name: str) -> ModuleType:
+    """A script of benchmarks/, as Python finds it and its siblings when it is run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return import_module(name)
 
 
 def write_graph(root: Path, stages: Stages) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from ruamel.yaml import YAML
 
-from rlhf_core.config.dpo import PairConfig
-from tasks.params.methods import METHODS, VARIANTS
+from tasks.params.methods import VARIANTS
 from tasks.tracking.record import shown_files
+from tests.conftest import LIGHT
 
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 GRAPH: dict[str, Any] = YAML(typ="safe", pure=True).load(ROOT / "dvc.yaml")["stages"]
 PACKAGES = ("rlhf_core.", "tasks.", "flows.")
-ON_PAIRS = [method.name for method in METHODS if issubclass(method.model(), PairConfig)]
 
 
 def load_closure() -> ModuleType:
@@ -172,7 +171,7 @@ def test_files_opened_at_run_time_are_dependencies(tiny_run: "TinyRun", stage: s
     assert not foreign
 
 
-@pytest.mark.parametrize("stage", ["check", "ingest", "report", "hybrid", "reinforce", "grpo"])
+@pytest.mark.parametrize("stage", LIGHT)
 def test_a_stage_that_is_switched_off_or_only_reads_files_loads_no_heavy_library(
     tiny_run: "TinyRun", stage: str
 ) -> None:

@@ -23,7 +23,6 @@ from tasks.tracking.exporter import export
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
 
-ROOT = Path(__file__).resolve().parents[1]
 STAGES = ["check", "check_data", "ingest", "base", "sft", "preferences", "reward", "ppo", "select", *BY_NAME]
 STAGES += ["evaluate", "report"]
 SWITCHED_OFF = {"hybrid", "reinforce", "grpo", "ipo"}

@@ -104,8 +104,9 @@ def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "
     assert project.outputs() == before
 
 
-def test_a_function_beside_the_reward_model(project: "Project") -> None:
+def test_a_function_beside_the_reward_model(finished: "Project") -> None:
     """On the demo, whose judge decides the wins."""
+    project = finished
     (project.root / "rewards/short.py").write_text(SHORT)
     project.set("scorer", [{"term": "reward_model", "weight": 1.0}, {"term": "short.py", "weight": 0.02}])
     project.set("ppo.critic.init", "sft")

@@ -4,9 +4,10 @@ imported torch and transformers, but none of Leash's code, where they would impo
 What starts is a process as always: a child of the one that starts it, with its arguments, environment, folder, session,
 process group and files, and with the code of the folder that it starts in. A new interpreter starts where a variable
 that the interpreter or a library reads only once differs, and where PYTHONPATH holds a `sitecustomize.py`: so do the
-tests of kills, and the tiny run with which the others compare their bytes.
+tests of kills, and the second clone whose bytes are compared with those of the tiny run.
 """
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -32,10 +33,17 @@ IMPORTED = (
 )  # fmt: skip
 READ_ONCE = ("PYTHON", "LC_", "LANG", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "CUDA_", "TORCH", "LD_")
 """Beginnings of the names of such variables. (Libraries that read others at their import are not in IMPORTED.)"""
-MODULES = {"dvc": True, "flows.cli": True, "tasks": False}
+MODULES = {
+    "dvc": True, "flows.cli": True, "tasks": False, "tests.rlhf_core.ppo.several_processes": False,
+    "tests.rlhf_core.training.several_trainers": False,
+}  # fmt: skip
 """What is forked, and whether it starts others: it then has a source of its own."""
 COMMAND = re.compile(r"python -m tasks \w+")
 """A stage's command, which DVC gives to a shell."""
+RECORD = "LEASH_TEST_RECORD"
+"""The variable with the folder for what `record` notes. A fork runs it itself, without a sitecustomize.py."""
+ANEW = "LEASH_TEST_ANEW"
+"""With RECORD: the stages that start in new interpreters all the same, to show what they import themselves."""
 PR_SET_CHILD_SUBREAPER = 36
 LIMIT = 200_000
 """Bytes of a request."""
@@ -108,7 +116,7 @@ def _request(given: dict[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
         sys.platform != "linux"
         or any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
         or (words := _words(given["args"], env)) is None
-        or any(Path(folder, "sitecustomize.py").exists() for folder in folders)
+        or (any(Path(folder, "sitecustomize.py").exists() for folder in folders) and not _only_recorded(words, env))
     ):
         return None
     request = {
@@ -131,6 +139,28 @@ def _words(command: Any, env: dict[str, str]) -> list[str] | None:
     if len(words) < 3 or words[1] != "-m" or words[2] not in MODULES:
         return None
     return words[2:] if shutil.which(words[0], path=env.get("PATH")) == sys.executable else None
+
+
+def _only_recorded(words: list[str], env: dict[str, str]) -> bool:
+    return RECORD in env and words[-1] not in env.get(ANEW, "").split()
+
+
+def record() -> None:
+    """Note in `<stage>.json` which modules this stage's process has loaded and which files it opened for reading."""
+    opened: set[str] = set()
+
+    def on_event(event: str, details: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(details[0], str | bytes):
+            path = Path(os.fsdecode(details[0])).absolute()
+            if not details[2] & (os.O_WRONLY | os.O_RDWR) and path.is_file():
+                opened.add(str(path))
+
+    def write() -> None:
+        content = {"modules": sorted(sys.modules), "opened": sorted(opened)}
+        Path(os.environ[RECORD], f"{sys.orig_argv[-1]}.json").write_text(json.dumps(content), encoding="utf-8")
+
+    sys.addaudithook(on_event)
+    atexit.register(write)
 
 
 def _read_once(env: dict[str, str]) -> dict[str, str]:
@@ -205,4 +235,6 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     sys.path[:2] = [request["cwd"], *request["path"]]  # behind them, what the interpreter has by itself
     sys.argv, sys.orig_argv = ["-m", *words], [sys.executable, "-m", module, *words]
+    if module == "tasks" and RECORD in os.environ:
+        record()
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]

@@ -205,7 +205,8 @@ def test_data_that_cannot_be_used_leave_every_earlier_output(
     earlier = (finished.root / "params.yaml").read_bytes()
     finished.use_files()
     params = (finished.root / "params.yaml").read_bytes()
-    for name, (files, changes, says) in sorted(UNUSABLE.items(), key=lambda item: bool(item[1][1])):
+    tried = UNUSABLE if driver == "dvc" else {name: UNUSABLE[name] for name in ("broken JSON", "a missing folder")}
+    for name, (files, changes, says) in sorted(tried.items(), key=lambda item: bool(item[1][1])):
         (finished.root / "data/raw/set").mkdir()
         for file, content in files.items():
             if isinstance(content, bytes):

@@ -22,7 +22,6 @@ from rlhf_core.training import loop
 from rlhf_core.training.run import Run
 
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
-ROOT = str(Path(__file__).parents[2])
 REFUSED = "CUDA out of memory. Tried to allocate 2.00 GiB."
 Gradients = list[dict[str, Tensor]]
 
@@ -34,9 +33,6 @@ class Shortage:
     def __init__(self, model: Any, fits: int, after: int = 0, where: str = "forward") -> None:
         self.fits, self.after, self.where = fits, after, where
         self.rows: list[int] = []
-        self.refused = 0
-        self.since: list[int] = []
-        """The rows of the passes after the last refusal."""
         body: nn.Module = getattr(model, model.base_model_prefix)
         body.register_forward_pre_hook(self._forward, with_kwargs=True)
         early = next(p for name, p in model.named_parameters() if "layers.0." in name)
@@ -45,7 +41,6 @@ class Shortage:
     def _forward(self, _: nn.Module, __: Any, inputs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
             self.rows.append(len(inputs["packed"].nodes if "packed" in inputs else inputs["input_ids"]))
-            self.since.append(self.rows[-1])
             if self.where == "forward":
                 self._allocate()
 
@@ -57,18 +52,7 @@ class Shortage:
         if self.rows[-1] > self.fits:
             self.after -= 1
             if self.after < 0:
-                self.refused += 1
-                self.since = []
                 raise torch.OutOfMemoryError(REFUSED)
-
-
-def snapshot(modules: dict[str, nn.Module]) -> dict[str, Tensor]:
-    return {
-        f"{part}.{name}": p.grad.clone()
-        for part, module in modules.items()
-        for name, p in module.named_parameters()
-        if p.grad is not None
-    }
 
 
 def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

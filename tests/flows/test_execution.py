@@ -83,14 +83,16 @@ def test_two_workspaces_do_not_run_the_same_stage_twice(toy: Toy) -> None:
 
 
 @pytest.mark.slow
-def test_two_jobs_give_the_bytes_of_one_ten_times_under_load(
-    toy: Toy, busy: None, serial: Callable[[Path], None], prefect_api: str
+@pytest.mark.chosen("3")
+@pytest.mark.parametrize("times", [3, 10])
+def test_two_jobs_give_the_bytes_of_one_under_load(
+    toy: Toy, busy: None, serial: Callable[[Path], None], prefect_api: str, times: int
 ) -> None:
     root = toy(WIDE)
     twin = Path(shutil.copytree(root, root.with_name("twin")))
     serial(twin)
     at_once = []
-    for _ in range(10):
+    for _ in range(times):
         for path in (*root.glob("*.out"), root / "dvc.lock", root / "log.txt"):
             path.unlink(missing_ok=True)
         shutil.rmtree(root / ".dvc" / "cache", ignore_errors=True)

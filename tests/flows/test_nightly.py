@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,8 +90,7 @@ def test_the_clock_starts_a_run_of_the_commit(home: Path, leash: Callable[..., "
     assert "Prefect server: " in printed
     head = workspace.resolve(home, "HEAD")
     status = call(home, "git", "status", "--porcelain")
-    soon = datetime.now(UTC) + timedelta(seconds=70)
-    process = leash(home, "serve", "--cron", f"{soon.minute} {soon.hour} * * *")
+    process = leash(home, "serve", "--cron", "* * * * *")
     try:
         until(lambda: isolated.find(home, head, f"nightly-{head[:8]}") is not None, seconds=SECONDS)
         until(lambda: not (home / f"work/runs/nightly-{head[:8]}").exists())
@@ -114,7 +113,6 @@ def test_two_settings_run_at_the_same_time(
     toy: Toy, leash: Callable[..., "subprocess.Popen[str]"], prefect_api: str
 ) -> None:
     from prefect.deployments import run_deployment
-    from prefect.exceptions import ObjectNotFound
 
     root = toy({"one": ("wait", [])})
     (root / "params.yaml").write_text("a: 1\n")
@@ -122,15 +120,10 @@ def test_two_settings_run_at_the_same_time(
     commit(root)
     process = leash(root, "serve", "--limit", "2", api=prefect_api)
     try:
-        deadline = time.monotonic() + 60.0
-        wanted = [["a=2"], ["a=3"]]
-        while wanted and time.monotonic() < deadline:
-            try:
-                values = {"branch": "HEAD", "overrides": wanted[0]}
-                run_deployment("toy-nightly/leash", parameters=values, timeout=0)
-                wanted.pop(0)
-            except ObjectNotFound:
-                time.sleep(0.5)
+        until(lambda: deployment_exists("toy-nightly/leash"))
+        for overrides in (["a=2"], ["a=3"]):
+            values = {"branch": "HEAD", "overrides": overrides}
+            run_deployment("toy-nightly/leash", parameters=values, timeout=0)
         until(lambda: len(list((root / "work/runs").glob("nightly-*/tree/log.txt"))) == 2, seconds=SECONDS)
         for tree in (root / "work/runs").glob("nightly-*/tree"):
             (tree / "go").touch()
@@ -157,7 +150,8 @@ def test_new_data_in_the_branch_start_a_run(
         assert process.stdout is not None
         while "each run takes" not in (line := process.stdout.readline()):
             assert line
-        time.sleep(15.0)  # it serves
+        until(lambda: deployment_exists("toy-nightly/leash"))
+        time.sleep(3.0)  # it has looked at the data, each second
         (root / "input.txt").write_text("other code is no other data\n")
         commit(root)
         time.sleep(5.0)
@@ -172,6 +166,15 @@ def test_new_data_in_the_branch_start_a_run(
     assert printed.count("the data of HEAD have changed") == 1
     assert f"starting a run of {head[:12]}" in printed
     assert [name.rpartition("/")[2] for name in experiments(root)] == [f"nightly-{head[:8]}"]
+
+
+def deployment_exists(name: str) -> bool:
+    from prefect import get_client
+    from prefect.exceptions import ObjectNotFound
+
+    with get_client(sync_client=True) as client, suppress(ObjectNotFound):
+        return client.read_deployment_by_name(name) is not None
+    return False
 
 
 def experiments(root: Path) -> list[str]:

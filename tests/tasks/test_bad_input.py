@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -263,52 +261,11 @@ def test_failure_11_a_tokenizer_whose_pad_is_its_eos(finished: "Project", stage_
     assert "pad token equals eos token" in ended.stderr
 
 
-@pytest.fixture(scope="module")
-def prefect_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where Prefect keeps the data base of these tests."""
-    return tmp_path_factory.mktemp("prefect")
-
-
-@pytest.fixture
-def leash_run(prefect_home: Path) -> Iterator[Callable[["Project"], "subprocess.CompletedProcess[str]"]]:
-    """`leash run` in a project, whose Prefect server is kept from one run to the next and stopped at the end."""
-    served: list[Project] = []
-    home = {"PREFECT_HOME": str(prefect_home)}
-
-    def leash(project: "Project", *words: str) -> "subprocess.CompletedProcess[str]":
-        return project.run(sys.executable, "-m", "flows.cli", *words, **home)
-
-    def run(project: "Project") -> "subprocess.CompletedProcess[str]":
-        if project not in served:
-            served.append(project)
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            started = leash(project, "up", "--port", str(port))
-            assert started.returncode == 0, started.stderr
-        return leash(project, "run")
-
-    yield run
-    for project in served:
-        leash(project, "up", "--stop")
-
-
 @pytest.mark.slow
-def test_leash_run_reports_the_same_and_keeps_every_output(
-    finished: "Project", leash_run: Callable[["Project"], "subprocess.CompletedProcess[str]"]
-) -> None:
+def test_leash_run_reports_the_same_and_keeps_every_output(finished: "Project", prefect_api: str) -> None:
+    """A bad parameter; bad data are in tests/faults/test_data.py."""
     before = finished.outputs()
-    good = (finished.root / "params.yaml").read_bytes()
-    for name, value, _, says in BAD_PARAMETERS[2:3]:
-        finished.set(name, value)
-        one_line(leash_run(finished), "error", says)
-        assert finished.outputs() == before
-        (finished.root / "params.yaml").write_bytes(good)
-
-    (finished.root / "data/raw/set").mkdir()
-    broken = break_row_17("".join(line + "\n" for line in LINES))
-    (finished.root / "data/raw/set/train.jsonl").write_text(broken, encoding="utf-8")
-    finished.set("ingest.source", "files")
-    finished.set("ingest.files", {"path": "set"})
-    finished.set("preferences.source", "dataset")
-    one_line(leash_run(finished), "error", "check_data: data/raw/set/train.jsonl, row 17: broken JSON")
+    name, value, _, says = BAD_PARAMETERS[2]
+    finished.set(name, value)
+    one_line(finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api), "error", says)
+    assert finished.outputs() == before

@@ -1,6 +1,5 @@
 """`benchmarks/rounds.py`: its table, from results that are made up, and which rounds it still has to run."""
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -11,18 +10,14 @@ import pytest
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
 from tasks.datasets.jsonl import write_jsonl
-from tests.conftest import ROOT
+from tests.conftest import benchmark
 
-SCRIPT = ROOT / "benchmarks" / "rounds.py"
 PROMPTS = 40
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """As Python finds it when it is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module(SCRIPT.stem)
+    return benchmark("rounds")
 
 
 def write_results(folder: Path, gold: float, agreement: float, policies: dict[str, tuple[float, float]]) -> None:

@@ -27,7 +27,6 @@ from tests.faults.conftest import until
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-Make = Callable[..., Path]
 GRAPH = """
 stages:
   one:

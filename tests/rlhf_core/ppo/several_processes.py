@@ -1,4 +1,4 @@
-"""What test_processes.py starts with torchrun: three PPO steps of the tiny trainer; the main process saves
+"""What test_processes.py starts in one or two processes: three PPO steps of the tiny trainer; the main process saves
 the first gradient, the parameters after each step, the rows, and the sampled ids."""
 
 import errno

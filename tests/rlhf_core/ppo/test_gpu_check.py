@@ -1,6 +1,5 @@
 """`benchmarks/gpu_check.py`: its table, budget and operations; and the whole of it at toy size."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -12,31 +11,26 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from tests.conftest import benchmark
+
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu_check.py"
 NOT_PLANNED = ("nf4, LoRA",)
 """Checks of our engine that the planner may refuse."""
 
 
-def module(name: str) -> ModuleType:
-    """A script as Python finds it and its siblings when it is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module(name)
-
-
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return module("gpu_check")
+    return benchmark("gpu_check")
 
 
 @pytest.fixture(scope="module")
 def speed() -> ModuleType:
-    return module("gpu_speed")
+    return benchmark("gpu_speed")
 
 
 @pytest.fixture(scope="module")
 def case() -> ModuleType:
-    return module("gpu_case")
+    return benchmark("gpu_case")
 
 
 def llama(tied: bool) -> LlamaConfig:
@@ -183,15 +177,23 @@ def test_speed_table(script: ModuleType) -> None:
     assert "| 12,346 |" in line
 
 
+SOME = ["bfloat16", "gradient, checkpointing", "same bytes", "nf4, LoRA"]
+"""A check of each kind, and one that may need a package."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_everything_passes_at_toy_size(script: ModuleType, tmp_path: Path) -> None:
-    """On a CPU, every check of the table; JSON and Markdown hold its figures."""
-    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--minutes", "22"]
+@pytest.mark.chosen("some")
+@pytest.mark.parametrize("only", [SOME, None], ids=["some", "all"])
+def test_everything_passes_at_toy_size(script: ModuleType, tmp_path: Path, only: list[str] | None) -> None:
+    """On a CPU; JSON and Markdown hold the figures."""
+    names = only or [case.name for case in script.CASES]
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--minutes", "22", "--only", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "gpu_check.json").read_text())["rows"]
-    expected = {case.name: script.NOT_RUN if script.missing(case.needs) else script.PASSED for case in script.CASES}
+    cases = [case for case in script.CASES if case.name in names]
+    expected = {case.name: script.NOT_RUN if script.missing(case.needs) else script.PASSED for case in cases}
     assert {row["name"]: row["result"] for row in rows} == expected
     measured_rows = [row for row in rows if "phases" in row["figures"]]
     assert len(measured_rows) > len(rows) / 2

@@ -1,25 +1,20 @@
 """`benchmarks/gradient_variance.py`: its running sums are the covariance, and a baseline does what it is for."""
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from rlhf_core.ppo.trainer import PPOTrainer
+from tests.conftest import benchmark
 
 MakeTrainer = Callable[..., PPOTrainer]
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gradient_variance.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """As Python finds it and its siblings when it is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module(SCRIPT.stem)
+    return benchmark("gradient_variance")
 
 
 def test_running_sums_are_mean_and_covariance(script: ModuleType) -> None:

@@ -2,9 +2,9 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from rlhf_core.errors import UserError
 from rlhf_core.training import processes
 from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints, seal
+from tests.rlhf_core import launching
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("several_processes.py")
+MODULE = "tests.rlhf_core.ppo.several_processes"
+Alone = Callable[[dict[str, Any]], dict[str, Any]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic of its own": {},
     "shared critic, text": {
@@ -32,27 +35,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
-    folder.mkdir()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    command = [sys.executable, *(torchrun if count > 1 else [])]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), json.dumps(options)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    if options.get("die"):
-        assert done.returncode != 0
-        return {}
-    if options.keys() & {"checks_saving", "checks_bfloat16"}:
-        assert done.returncode == 0, done.stderr[-3000:]
-        return {}
-    assert done.returncode == 0, done.stderr[-3000:]
-    run: dict[str, Any] = torch.load(folder / "run.pt", weights_only=True)
+    return launching.launch(MODULE, count, folder, options, fails=options.get("die", False))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """What one process makes with these options, made once."""
+    made: dict[str, dict[str, Any]] = {}
+
+    def run(options: dict[str, Any]) -> dict[str, Any]:
+        key = json.dumps(options)
+        if key not in made:
+            made[key] = launch(1, tmp_path_factory.mktemp("alone") / "one", options)
+        return made[key]
+
     return run
 
 
@@ -63,9 +59,9 @@ def relative(one: torch.Tensor, two: torch.Tensor) -> float:
 @pytest.mark.slow
 @pytest.mark.chosen("rloo, an odd minibatch")
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_path: Path) -> None:
+def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_path: Path, alone: Alone) -> None:
     """The same samples, the same gradient at the first step (1e-5), the same weights after three (1e-4)."""
-    one, two = (launch(count, tmp_path / str(count), OPTIONS[name]) for count in (1, 2))
+    one, two = alone(OPTIONS[name]), launch(2, tmp_path / "two", OPTIONS[name])
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["sampled"][0] == two["sampled"][0]
     assert relative(one["gradient"], two["gradient"]) <= 1e-5
@@ -94,9 +90,9 @@ SHARDED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.chosen("critic of its own", "lora, full KL in the loss")
 @pytest.mark.parametrize("name", list(SHARDED))
-def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path) -> None:
+def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path, alone: Alone) -> None:
     """`sharding: fsdp` on two processes: samples, gradient and weights of one process, and about half the bytes."""
-    one = launch(1, tmp_path / "one", SHARDED[name])
+    one = alone(SHARDED[name])
     two = launch(2, tmp_path / "two", SHARDED[name] | {"sharding": "fsdp"})
     assert one["sampled"] == two["sampled"]
     assert relative(one["gradient"], two["gradient"]) <= 1e-5
@@ -224,16 +220,13 @@ def test_more_processes_of_a_stage_than_gpus_are_refused(
 
 
 @pytest.mark.slow
-def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path) -> None:
+def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path, alone: Alone) -> None:
     """Two nodes, here on one machine: each group has a rank of its own, and they meet at the first one's address."""
     options, environment = {"sharding": "fsdp"}, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    one = launch(1, tmp_path / "one", options)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    one = alone({})
     (tmp_path / "two").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(launching.free_port())]
     nodes = [
         subprocess.Popen(
             [*command, "--node-rank", str(rank), str(SCRIPT), str(tmp_path / "two"), json.dumps(options)],

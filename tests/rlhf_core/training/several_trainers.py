@@ -1,4 +1,4 @@
-"""What test_divided.py starts with `accelerate launch`: SFT, a reward model or DPO of a tiny model; the main process
+"""What test_divided.py starts in one or two processes: SFT, a reward model or DPO of a tiny model; the main process
 saves the log, the weights, and the memory of its part of them."""
 
 import json

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rlhf_core import launching
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("several_trainers.py")
+MODULE = "tests.rlhf_core.training.several_trainers"
 LORA = {"rank": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "sft": {"what": "sft"},
@@ -23,24 +26,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 Run = dict[str, Any]
 
 
-def launch(count: int, folder: Path, options: dict[str, Any], code: int = 0) -> Run:
-    folder.mkdir()
-    command = [sys.executable]
-    if count > 1:  # torchrun, with gloo where there is no GPU
-        command += ["-m", "accelerate.commands.launch", "--num_processes", str(count), "--multi_gpu"]
-        command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command += ["--main_process_port", "0"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), json.dumps(options)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert (done.returncode != 0) == (code != 0), done.stderr[-3000:]
-    return torch.load(folder / "run.pt", weights_only=True) if code == 0 else {"stderr": done.stderr}
+def launch(count: int, folder: Path, options: dict[str, Any], fails: bool = False) -> Run:
+    return launching.launch(MODULE, count, folder, options, fails)
 
 
 def relative(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -71,8 +58,9 @@ def test_rule_13_a_divided_model_trains_as_a_whole_one(name: str, tmp_path: Path
 
 @pytest.mark.slow
 def test_a_lack_of_memory_in_one_process_ends_all_with_the_key_to_lower(tmp_path: Path) -> None:
-    printed = launch(2, tmp_path / "two", OPTIONS["sft"] | {"fails": True}, code=1)["stderr"]
-    assert "UserError: out of memory at step 1; lower sft.micro_batch_size or sft.max_tokens" in printed
+    launch(2, tmp_path / "two", OPTIONS["sft"] | {"fails": True}, fails=True)
+    says = "UserError: out of memory at step 1; lower sft.micro_batch_size or sft.max_tokens"
+    assert says in (tmp_path / "two/log-1").read_text(), "the other has lost the connection to this one"
 
 
 @pytest.mark.slow
@@ -81,7 +69,7 @@ def test_a_lack_of_memory_in_one_process_ends_all_with_the_key_to_lower(tmp_path
 def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte(name: str, tmp_path: Path) -> None:
     """One process is killed while both write their parts of the second checkpoint; the run continues from the first."""
     state = {"state": str(tmp_path / "state")}
-    launch(2, tmp_path / "killed", OPTIONS[name] | state | {"die": True}, code=1)
+    launch(2, tmp_path / "killed", OPTIONS[name] | state | {"die": True}, fails=True)
     sealed = {path.parent.name for path in (tmp_path / "state/trainer").glob("*/seal.json")}
     assert sealed == {"checkpoint-2"}
     continued = launch(2, tmp_path / "continued", OPTIONS[name] | state)
@@ -94,8 +82,13 @@ def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte
 @pytest.mark.slow
 def test_a_divided_model_in_bfloat16_has_float32_weights(tmp_path: Path) -> None:
     """The first gradient is further from float32's than a whole model's (0.10 and 0.025): layers also get their hidden
-    states in bfloat16."""
+    states in bfloat16. Started by `accelerate launch`, with gloo where there is no GPU."""
     exact = launch(1, tmp_path / "exact", OPTIONS["sft"])["gradients"][0]
-    two = launch(2, tmp_path / "two", OPTIONS["sft"] | {"precision": "bfloat16"})
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu"]
+    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    command += [str(SCRIPT), str(tmp_path), json.dumps(OPTIONS["sft"] | {"precision": "bfloat16"})]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=600, check=True)
+    two = torch.load(tmp_path / "run.pt", weights_only=True)
     assert two["saved"].dtype == torch.float32
     assert 1e-3 < relative(exact, two["gradients"][0]) <= 0.2

@@ -5,13 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import mlflow
 import pytest
 from mlflow.exceptions import MlflowException
-from mlflow.tracking import MlflowClient
 from transformers import AutoModelForCausalLM
 
 from tasks.dvc_artifacts import PROJECT_VARIABLE
@@ -19,7 +17,6 @@ from tasks.tracking.exporter import export
 from tests.rlhf_core.conftest import tiny_lm, tiny_tokenizer
 from tests.tasks.tracking.conftest import evaluate, pipeline
 
-Look = Callable[[], MlflowClient]
 REMOTE = "[core]\n    no_scm = true\n    analytics = false\n    remote = store\n['remote \"store\"']\n    url = {}\n"
 
 

@@ -1,6 +1,5 @@
 """`benchmarks/which_pairs.py`: simulated annotators label through the real server, and the table is of their labels."""
 
-import importlib
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from rlhf_core.demo.rubric import gold_score
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.reward import Comparison
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import ROOT, benchmark, clean_environment
 from tests.flows.commands.annotate.conftest import write_rows
 from tests.rlhf_core.conftest import tiny_lm, tiny_tokenizer
 
@@ -27,10 +26,7 @@ ANSWERS = ("boiled eggs", "oatmeal with nuts", "rest", "it depends")
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """As Python finds it when it is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module(SCRIPT.stem)
+    return benchmark("which_pairs")
 
 
 @pytest.fixture

@@ -1,25 +1,20 @@
 """`benchmarks/overoptimisation.py`: its tables, from runs that are made up."""
 
-import importlib
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import benchmark
 
-SCRIPT = ROOT / "benchmarks" / "overoptimisation.py"
 STEPS = 30
 HEALTHY = "mean, β = 0.1"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    """As Python finds it when it is run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        return importlib.import_module(SCRIPT.stem)
+    return benchmark("overoptimisation")
 
 
 def run(script: ModuleType, arm: str, seed: int, kl: Sequence[float], **more: float) -> Any:
