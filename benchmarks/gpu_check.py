@@ -48,7 +48,7 @@ class Case:
     model: str = "0.5B"
     """Shape of the policy, and of the separate critic: a name of `gpu_trainer.SHAPES`."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the block `ppo` that differ from those of `ppo_throughput.py`."""
+    """Settings of the block `ppo` that differ from those of `setups.py`."""
     check: str = "step"
     """What is run: a name of `gpu_case.CHECKS`."""
     seconds: float = 90.0

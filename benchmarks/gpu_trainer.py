@@ -2,7 +2,6 @@
 tokenizer and prompts of random tokens. Nothing is read or downloaded."""
 
 import random
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 from gpu_check import Case
-from ppo_throughput import settings
+from setups import ppo_settings
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -151,17 +150,9 @@ def precision_of(case: Case) -> Precision:
 
 
 def values_of(case: Case, work: Work) -> dict[str, Any]:
-    """The block `ppo` of a case: the settings of `ppo_throughput.py` for this batch, with the changes of the case."""
-    options = Namespace(
-        updates=STEPS,
-        batch=work.batch,
-        micro_batch=work.batch // 2,
-        micro_batch_tokens=work.micro_batch_tokens,
-        epochs=1,
-        max_new_tokens=work.response,
-        critic="separate",
-    )
-    values = settings(options) | {"minibatches": 2, "check_ratio": False}
+    """The block `ppo` of a case: the settings of `setups.py` for this batch, with the changes of the case."""
+    changes = {"steps": STEPS, "micro_batch_tokens": work.micro_batch_tokens, "minibatches": 2, "check_ratio": False}
+    values = ppo_settings(work.batch, work.batch // 2, 1, work.response, **changes)
     for key, value in case.changes.items():
         if key in OF_ALL_STAGES:
             continue

@@ -23,8 +23,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import ppo_throughput
+from setups import PROMPTS, ppo_settings, ppo_trainer
 
+from rlhf_core.determinism import make_deterministic
 from rlhf_core.models.hf import load_causal_lm
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.advantages import compute_gae, compute_group_advantages
@@ -51,15 +52,14 @@ def arguments() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sft", default="models/sft", help="folder of the reference, and of the policy where none is named"
+        "--models",
+        type=Path,
+        default="models",
+        help="with sft: the reference, and the policy where none is named; and reward: the reward model, where the "
+        "critic starts, too",
     )
     parser.add_argument("--policy", help="folder of the policy that samples")
-    parser.add_argument(
-        "--reward", default="models/reward", help="folder of the reward model, where the critic starts too"
-    )
-    parser.add_argument(
-        "--prompts", default="data/ingest/ppo_prompts.jsonl", help="JSONL rows with a `prompt`, as ingest writes"
-    )
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSONL rows with a `prompt`, as ingest writes")
     parser.add_argument("--responses", type=int, default=256)
     parser.add_argument("--samples-per-prompt", type=int, default=4)
     parser.add_argument("--score", choices=["normalised", "raw"], default="normalised")
@@ -90,18 +90,21 @@ def measure_seed(options: argparse.Namespace, seed: int) -> dict[str, dict[str, 
 
 
 def build(options: argparse.Namespace, seed: int) -> PPOTrainer:
-    """The trainer of `ppo_throughput.py`, with several answers to a prompt."""
-    work = argparse.Namespace(**vars(options), critic="separate", updates=options.critic_warmup + 1)
-    work.batch, work.micro_batch, work.micro_batch_tokens, work.epochs = options.responses, 64, 1024, 2
-    critic = {"init": "reward", "learning_rate": CRITIC_RATE, "value_clip": 0.2, "clip_value": True, "warmup_steps": 0}
-    trainer: PPOTrainer = ppo_throughput.build(
-        work,
-        seed,
+    """PPO with several answers to a prompt."""
+    make_deterministic(seed, options.threads)
+    settings = ppo_settings(
+        options.responses,
+        64,
+        2,
+        options.max_new_tokens,
+        steps=options.critic_warmup + 1,
+        micro_batch_tokens=1024,
         samples_per_prompt=options.samples_per_prompt,
-        kl={"coef": options.kl_coef, "controller": "fixed", "target": 6.0, "horizon": 10000},
-        critic=critic | {"warmup_steps": options.critic_warmup},
+        kl={"coef": options.kl_coef},
+        critic={"learning_rate": CRITIC_RATE, "warmup_steps": options.critic_warmup},
         score={"normalise": options.score == "normalised", "clip": 1e9, "missing_eos_penalty": 1.0},
     )
+    trainer: PPOTrainer = ppo_trainer(options.models, options.prompts, settings, seed)
     if options.policy:
         trainer.models.policy.load_state_dict(load_causal_lm(options.policy).state_dict())
     return trainer

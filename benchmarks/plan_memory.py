@@ -175,7 +175,7 @@ def trainer_of(size: int, change: dict[str, Any], precision: Precision) -> tuple
     prompts, responses = (rows_of(16, n, torch_config.vocab_size) for n in (LENGTHS.prompt, LENGTHS.response))
     mask = torch.ones(16, LENGTHS.response)
     rollout = Rollout(
-        [[]] * 16, prompts, responses, [""] * 16, mask[:, 0].bool(), mask, *(torch.zeros_like(mask) for _ in range(5))
+        [[]] * 16, prompts, responses, [""] * 16, mask[:, 0].bool(), mask, *(torch.zeros_like(mask) for _ in range(6))
     )
     return trainer, rollout
 

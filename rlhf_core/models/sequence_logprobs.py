@@ -8,13 +8,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.models.batch import TokenBatch, map_batches, predict
-from rlhf_core.models.token_logprobs import logprobs_and_entropy
+from rlhf_core.models.token_logprobs import action_logprobs
 
 
 def response_logprobs(model: PreTrainedModel, batch: TokenBatch) -> Float[Tensor, "batch"]:
     """Σ_t log π(y_t | x, y_<t) of each row [B], in nats, float32, at temperature 1; 0 for an empty response."""
-    logprobs, _ = logprobs_and_entropy(predict(model, batch), batch.response_tokens)
-    return batch.spread(logprobs).sum(dim=1)
+    return batch.spread(action_logprobs(predict(model, batch), batch.response_tokens)).sum(dim=1)
 
 
 @torch.no_grad()

@@ -35,13 +35,26 @@ def logprobs_and_entropy(
     Raises:
         ValueError: a temperature that is not above 0.
     """
+    return _of_actions(predictions, actions, temperature, with_entropy=True)
+
+
+def action_logprobs(
+    predictions: Predictions, actions: Int[Tensor, "tokens"], temperature: float = 1.0
+) -> Float[Tensor, "tokens"]:
+    """The log-probabilities of `logprobs_and_entropy`, to the bit, without the entropy, which takes time."""
+    return _of_actions(predictions, actions, temperature, with_entropy=False)[0]
+
+
+def _of_actions(
+    predictions: Predictions, actions: Tensor, temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor]:
     if not temperature > 0:
         raise ValueError(f"temperature must be above 0, not {temperature}")
     head, apply = predictions.head, _LogProbsAndEntropy.apply
-    logprobs, entropy = apply(  # type: ignore[no-untyped-call]
-        predictions.hidden, head.weight, head.bias, head.step, actions, temperature
+    found: tuple[Tensor, Tensor] = apply(  # type: ignore[no-untyped-call]
+        predictions.hidden, head.weight, head.bias, head.step, actions, temperature, with_entropy
     )
-    return logprobs, entropy
+    return found
 
 
 class Compared(NamedTuple):
@@ -121,11 +134,12 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         step: LastStep,
         actions: Tensor,
         temperature: float,
-    ) -> tuple[Tensor, Tensor]:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         """log p_a and H of each token, in nats, chunk by chunk. The logits of a single chunk are kept."""
         head = Head(weight, bias, step).exact(hidden)
         logprobs = torch.empty(len(actions), dtype=head.precision(hidden), device=hidden.device)
-        entropy, chunks = torch.empty_like(logprobs), head.chunks(hidden)
+        entropy, chunks = torch.empty_like(logprobs) if with_entropy else None, head.chunks(hidden)
         logits = None
         for rows in chunks:
             logits = head.logits(hidden[rows])
@@ -133,9 +147,11 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 place = slice(rows.start + part.start, rows.start + min(part.stop, len(logits)))
                 log_p = masked_log_softmax(logits[part], temperature=temperature)
                 logprobs[place] = log_p.gather(1, actions[place, None])[:, 0]
-                entropy[place] = entropy_of(log_p)
+                if entropy is not None:
+                    entropy[place] = entropy_of(log_p)
         ctx.save_for_backward(hidden, weight, bias, actions, entropy, logits if len(chunks) == 1 else None)
         ctx.step, ctx.temperature = step, temperature
+        ctx.rounds = torch.is_autocast_enabled(hidden.device.type)
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -145,10 +161,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         """The gradients of hidden states, weight and bias."""
         hidden, weight, bias, actions, entropy, kept = ctx.saved_tensors
         if to_logprobs is None and to_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         head = Head(weight, bias, ctx.step).exact(hidden)
         towards = torch.zeros_like(entropy) if to_logprobs is None else to_logprobs
-        gradients = _Gradients(head, hidden, ctx.needs_input_grad[:3])
+        gradients = _Gradients(head, hidden, ctx.needs_input_grad[:3], ctx.rounds)
         for rows in head.chunks(hidden):
             logits = head.logits(hidden[rows]) if kept is None else kept
             slopes = torch.empty_like(logits)
@@ -166,36 +182,42 @@ class _LogProbsAndEntropy(torch.autograd.Function):
                 if ctx.temperature != 1:
                     piece.div_(ctx.temperature)
             gradients.add(rows, logits, slopes)
-        return (*gradients.found(weight, bias), None, None, None)
+        return (*gradients.found(weight, bias), None, None, None, None)
 
 
 class _Gradients:
-    """Adds up the gradients of a head's inputs, chunk by chunk, from those of the logits."""
+    """Adds up the gradients of a head's inputs, chunk by chunk, from those of the logits. With `rounds`, under
+    autocast, their products are in bfloat16, as those of every other layer; the logits, their own gradients, and the
+    sum over chunks are float32."""
 
-    def __init__(self, head: Head, hidden: Tensor, needed: tuple[bool, bool, bool]) -> None:
+    def __init__(self, head: Head, hidden: Tensor, needed: tuple[bool, bool, bool], rounds: bool) -> None:
         self.head, self.inputs, self.needed = head, hidden, needed
+        self.rounds = rounds
+        self.factor = head.weight.bfloat16() if rounds and head.weight is not None else head.weight
         self.hidden: list[Tensor] = []
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
 
     def add(self, rows: slice, logits: Tensor, slopes: Tensor) -> None:
         """`slopes`, the gradient of the logits of some tokens, is overwritten."""
-        if self.head.weight is None:
+        if self.factor is None:
             self.hidden.append(slopes)
             return
         if self.head.step != LastStep():
             slopes.mul_(self.head.step.slope(logits))
-        with torch.autocast(slopes.device.type, enabled=False):
-            self._add(self.inputs[rows].to(slopes.dtype), slopes, self.head.weight)
-
-    def _add(self, hidden: Tensor, slopes: Tensor, weight: Tensor) -> None:
         to_hidden, to_weight, to_bias = self.needed
-        if to_hidden:
-            self.hidden.append(slopes @ weight)
-        if to_weight:
-            self.weight = slopes.t() @ hidden if self.weight is None else self.weight.addmm_(slopes.t(), hidden)
         if to_bias:
             self.bias = slopes.sum(dim=0) if self.bias is None else self.bias.add_(slopes.sum(dim=0))
+        with torch.autocast(slopes.device.type, enabled=False):
+            exact, slopes, hidden = slopes.dtype, slopes.to(self.factor.dtype), self.inputs[rows].to(self.factor.dtype)
+            if to_hidden:
+                self.hidden.append((slopes @ self.factor).to(exact))
+            if self.weight is None and to_weight:
+                self.weight = (slopes.t() @ hidden).to(exact)
+            elif self.weight is not None and self.rounds:
+                self.weight = self.weight.add_(slopes.t() @ hidden)
+            elif self.weight is not None:
+                self.weight = self.weight.addmm_(slopes.t(), hidden)
 
     def found(self, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden states, weight and bias, in their precision; None where none is needed."""

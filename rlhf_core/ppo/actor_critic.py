@@ -125,9 +125,9 @@ class ActorCritic:
         def predicted() -> tuple[Result, Tensor | None]:
             with self.autocast():
                 predictions = predict(self.policy, batch)
-            if shared and predictions.states is None:
-                raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
-            return function(predictions), predictions.states if shared else None
+                if shared and predictions.states is None:
+                    raise UserError(f"{type(self.policy).__name__}: no hidden states; set critic.kind to separate")
+                return function(predictions), predictions.states if shared else None
 
         with torch.set_grad_enabled(torch.is_grad_enabled() and trains_policy):
             result, states = within(self.policy, predicted)
@@ -166,7 +166,8 @@ class ActorCritic:
 
     def read_policy(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
         """A function of the policy's predictions alone."""
-        return within(self.policy, lambda: function(self.predict(batch)))
+        with self.autocast():
+            return within(self.policy, lambda: function(predict(self.policy, batch)))
 
     def read_reference(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
         """A function of the reference's predictions, which have no gradient; it can be called in a function of the

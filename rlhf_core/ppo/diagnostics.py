@@ -27,8 +27,8 @@ def step_row(
     learning_rate: float,
     kl_coef: float,
 ) -> dict[str, float | None]:
-    """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy in nats per token, lengths in
-    tokens."""
+    """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy of the policy that sampled in nats
+    per token, lengths in tokens."""
     real = rollout.mask.bool()
     lengths = rollout.lengths
     row: dict[str, float | None] = {
@@ -41,6 +41,7 @@ def step_row(
         "kl_k1": credit.kl.sum(dim=1).mean().item(),
         "kl_k2": _per_sequence(rollout, "k2"),
         "kl_k3": _per_sequence(rollout, "k3"),
+        "entropy": masked_mean(rollout.old_entropy, rollout.mask).item(),
         "advantage_abs": masked_mean(credit.advantages.abs(), rollout.mask).item(),
         "explained_variance": explained_variance(
             rollout.old_values, reward_to_go(credit.rewards, rollout.mask), rollout.mask
@@ -61,7 +62,7 @@ def step_row(
     parts: dict[str, float | None] = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
     if JUDGE in scores.parts:
         parts["judge_correlation"] = correlation(scores.raw.tolist(), scores.parts[JUDGE])
-    return row | parts | statistics.means()
+    return statistics.means() | row | parts
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:

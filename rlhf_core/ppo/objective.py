@@ -11,7 +11,7 @@ from torch import Tensor
 from rlhf_core.config.ppo import LossAverage, PPOConfig
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.head import Predictions
-from rlhf_core.models.token_logprobs import exact_kl, logprobs_and_entropy
+from rlhf_core.models.token_logprobs import action_logprobs, exact_kl, logprobs_and_entropy
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.losses import compute_kl_loss, compute_ppo_total_loss, importance_weights
 from rlhf_core.ppo.rollout import Credit, Rollout
@@ -26,6 +26,7 @@ class Pass:
     predictions: Predictions
     logprobs: Float[Tensor, "rows time"]
     entropy: Float[Tensor, "rows time"]
+    """Of π_θ, with gradient, where it is a term of the loss; else that of π_old, which the rollout has."""
     exact_kl: Float[Tensor, "rows time"] | None
     """KL(π_θ ‖ π_ref) with gradient, where it is a term of the loss."""
     values: Float[Tensor, "rows time"]
@@ -56,9 +57,12 @@ class Pass:
         the minibatch's answers, in tokens. `values`: those of the critic, where its pass is done already."""
         batch = rollout.batch(rows, pad_id)
 
-        def read(predictions: Predictions) -> tuple[Predictions, Tensor, Tensor, Tensor | None]:
-            logprobs, entropy = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
-            kl = None
+        def read(predictions: Predictions) -> tuple[Predictions, Tensor, Tensor | None, Tensor | None]:
+            entropy, kl = None, None
+            if config.entropy_coef:
+                logprobs, entropy = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
+            else:
+                logprobs = action_logprobs(predictions, batch.response_tokens, config.temperature)
             if config.kl.penalty == "loss" and config.kl.estimator == "full":
                 kl = models.read_reference(batch, lambda other: exact_kl(predictions, other, config.temperature))
             return predictions, logprobs, entropy, kl
@@ -76,7 +80,7 @@ class Pass:
             batch=batch,
             predictions=predictions,
             logprobs=batch.spread(logprobs),
-            entropy=batch.spread(entropy),
+            entropy=rollout.old_entropy[rows, : batch.time] if entropy is None else batch.spread(entropy),
             exact_kl=None if kl is None else batch.spread(kl),
             values=values,
             old_logprobs=old,

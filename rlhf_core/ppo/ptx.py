@@ -12,7 +12,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.control_tokens import text_ids
 from rlhf_core.determinism import stream
 from rlhf_core.models.batch import TokenBatch, pad_batch
-from rlhf_core.models.token_logprobs import logprobs_and_entropy
+from rlhf_core.models.token_logprobs import action_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import TEXT
 from rlhf_core.training.processes import Processes
@@ -54,8 +54,8 @@ class TextMix:
             part = mine[start : start + self.micro_batch_size]
             counted = [piece for piece, counts in part if counts]
             batch = self._batch(counted or [part[0][0]], processes.device)
-            read = partial(logprobs_and_entropy, actions=batch.response_tokens)
-            loss = -models.read_policy(batch, read)[0].sum() / tokens
+            read = partial(action_logprobs, actions=batch.response_tokens)
+            loss = -models.read_policy(batch, read).sum() / tokens
             yield loss if counted else 0 * loss
 
     def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:

@@ -30,6 +30,8 @@ class Rollout:
     ref_logprobs: Float[Tensor, "batch time"]
     ref_kl: Float[Tensor, "batch time"]
     """Exact KL(π_old ‖ π_ref) of each token's distribution, nats."""
+    old_entropy: Float[Tensor, "batch time"]
+    """Entropy of π_old's distribution of each token, nats."""
     old_values: Float[Tensor, "batch time"]
 
     rows: list[Mapping[str, object]] | None = None

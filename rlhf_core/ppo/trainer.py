@@ -26,7 +26,7 @@ from rlhf_core.models.packed import can_pack
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.sharded_files import divided_as
 from rlhf_core.models.sharding import clip_gradients, whole
-from rlhf_core.models.token_logprobs import logprobs_and_entropy
+from rlhf_core.models.token_logprobs import action_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic, require_equal_start
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
@@ -206,7 +206,8 @@ class PPOTrainer:
         time_ = max(len(response) for response in sampled.responses)
         device = self.processes.device
         mask = to_rows([[1.0] * len(response) for response in sampled.responses], time_, device)
-        old_logprobs, ref_logprobs, ref_kl, old_values = tables = [torch.zeros_like(mask) for _ in range(4)]
+        tables = [torch.zeros_like(mask) for _ in range(5)]
+        old_logprobs, ref_logprobs, ref_kl, old_entropy, old_values = tables
         rollout = Rollout(
             prompts=[self.prompts[i] for i in chosen],
             prompt_ids=prompt_ids,
@@ -218,6 +219,7 @@ class PPOTrainer:
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             ref_kl=ref_kl,
+            old_entropy=old_entropy,
             old_values=old_values,
             rows=self.rows and [self.rows[i] for i in chosen],
         )
@@ -226,7 +228,7 @@ class PPOTrainer:
             for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, minibatch, plan)):
                 batch = rollout.batch(rows, self.pad_id)
                 found, values = self.models.compare(batch, self.config.temperature)
-                parts = (*map(batch.spread, (found.logprobs, found.ref_logprobs, found.kl)), values * batch.mask)
+                parts = (*map(batch.spread, found), values * batch.mask)
                 for table, part in zip(tables if counts else (), parts, strict=False):
                     table[rows, : batch.time] = part
         self.processes.all_reduce(tables)
@@ -274,8 +276,8 @@ class PPOTrainer:
         total = torch.zeros((), dtype=torch.float64, device=self.processes.device)
         for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, measured, plan)):
             batch = rollout.batch(rows, self.pad_id)
-            read = partial(logprobs_and_entropy, actions=batch.response_tokens, temperature=self.config.temperature)
-            logprobs, _ = self.models.read_policy(batch, read)
+            read = partial(action_logprobs, actions=batch.response_tokens, temperature=self.config.temperature)
+            logprobs = self.models.read_policy(batch, read)
             old = rollout.old_logprobs[rows, : batch.time][batch.real]
             total += counts * estimate_kl(old, logprobs.clamp(max=old + math.log(LARGEST_RATIO)), "k3").sum()
         self.processes.all_reduce([total])

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlhf_core.models import head as head_module
 from rlhf_core.models import token_logprobs as module
 from rlhf_core.models.head import Head, LastStep, Predictions
-from rlhf_core.models.token_logprobs import compare_distributions, exact_kl, logprobs_and_entropy
+from rlhf_core.models.token_logprobs import action_logprobs, compare_distributions, exact_kl, logprobs_and_entropy
 from rlhf_core.ppo.kl import estimate_kl
 
 TOKENS, HIDDEN, VOCABULARY = 13, 4, 11
@@ -228,6 +228,24 @@ def test_rule_24_bfloat16_inputs_are_multiplied_in_float32_also_under_autocast(
     for one, other in zip(gradients, slopes(exact, weighted(expected)), strict=True):
         assert one.dtype == torch.bfloat16
         assert (one.float() - other).norm() <= 0.005 * other.norm()
+
+
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_rule_24_under_autocast_only_the_products_of_the_gradients_are_rounded(
+    chunk: int, chunks: Callable[[int], None]
+) -> None:
+    """Those of the weight and of the hidden states; log-probabilities are to the bit those of float32."""
+    chunks(chunk)
+    model, exact = predictions(1, LastStep()), predictions(1, LastStep())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = action_logprobs(model, ACTIONS, 0.7)
+    expected = logprobs_and_entropy(exact, ACTIONS, 0.7)[0]
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    for one, other in ((model.hidden, exact.hidden), (model.head.weight, exact.head.weight)):
+        assert one.grad.dtype == torch.float32  # type: ignore[union-attr]
+        assert 0 < (one.grad - other.grad).norm() <= 0.01 * other.grad.norm()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -38,6 +38,7 @@ def row(padding: float = 0.0, gold: list[float] | None = None, **parts: list[flo
         old_logprobs=table([-1.0, -2.0, -3.2], [-1.5], padding),
         ref_logprobs=table([-1.5, -2.0, -3.0], [-2.5], padding),
         ref_kl=table([0.25, 0.5, 0.125], [1.0], 0.0),
+        old_entropy=table([1.0, 2.0, 2.5], [0.5], padding),
         old_values=table([0.0, 1.0, 2.0], [3.0], padding),
     )
     credit = Credit(
@@ -143,7 +144,7 @@ def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(
     zeros = torch.zeros(rows, time)
     rollout = Rollout(
         [[]] * rows, [[3]] * rows, [[11] * time] * rows, [""] * rows, mask[:, 0].bool(), mask,
-        *[zeros] * 4, old_values=values,
+        *[zeros] * 5, old_values=values,
     )  # fmt: skip
     credit = Credit(zeros, rewards, advantages, returns, advantages, scale=1.0)
     scores = Scores(rewards[:, -1], rewards[:, -1], None)

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.models import token_logprobs
 from rlhf_core.models.batch import predict, state_values
 from rlhf_core.models.token_logprobs import logprobs_and_entropy
 from rlhf_core.ppo.losses import compute_ppo_total_loss
@@ -198,6 +199,28 @@ def test_rule_18_statistics_are_means_over_real_tokens(make_trainer: MakeTrainer
     assert means["entropy"] == pytest.approx((entropy.sum() / batch.mask.sum()).item(), rel=1e-5)
     squares = (rollout.old_values - credit.returns) ** 2
     assert means["value_loss"] == pytest.approx((squares.sum() / rollout.mask.sum()).item(), rel=1e-4)
+
+
+def test_rule_18_the_entropy_is_that_of_the_policy_that_sampled(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is a term of the loss or not; where it is none, no pass of the update computes it."""
+    counted: list[float] = []
+    entropy_of = token_logprobs.entropy_of
+    monkeypatch.setattr(token_logprobs, "entropy_of", lambda *args: counted.append(1.0) or entropy_of(*args))
+    rows, calls = [], []
+    for coef in (0.0, 0.5):
+        counted.clear()
+        trainer = make_trainer(learning_rate=0.05, ppo_epochs=3, minibatches=1, entropy_coef=coef)
+        expected = trainer.rollout()
+        calls.append(len(counted))
+        rows.append(trainer.step(expected)["entropy"])
+        calls.append(len(counted))
+        mean = (expected.old_entropy.sum() / expected.mask.sum()).item()
+        assert rows[-1] == pytest.approx(mean, rel=1e-6)
+    assert rows[0] == rows[1]
+    assert calls[0] == calls[1], "without a weight the update computes no entropy"
+    assert calls[2] < calls[3]
 
 
 def test_rule_07_failure_07_the_first_ratio_is_1(kind: str, make_trainer: MakeTrainer) -> None:

@@ -67,6 +67,7 @@ def every_response(trainer: PPOTrainer, problem: Problem) -> tuple[Rollout, Floa
         old_logprobs=old,
         ref_logprobs=ref_logprobs,
         ref_kl=torch.zeros_like(old),
+        old_entropy=torch.zeros_like(old),
         old_values=zero_padding(models.forward(batch)[1], batch.mask),
     )
     return rollout, old.double().sum(dim=1).exp()
