@@ -117,7 +117,7 @@ def check_gradient(case: Case, folder: Path) -> dict[str, Any]:
     one_step = {"minibatches": 1, "ppo_epochs": 1, "optimizer": {"max_grad_norm": 1e9}}
     plain = build(replace(case, changes=one_step))
     rollout = plain.rollout()
-    expected = gradient_of(plain, lambda: plain.step(rollout))
+    expected = gradient_of(plain, lambda: plain.step(rollout))  # noqa: F821, deleted below
     del plain
     gc.collect()
     other = build(replace(case, changes={**case.changes, **one_step}))

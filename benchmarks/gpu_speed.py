@@ -27,7 +27,7 @@ class Clock:
 
     def __post_init__(self) -> None:
         engine, source = self.trainer.engine, self.trainer.scoring.source
-        self._engine: Engine = engine
+        self._engine = engine
         self._scorer = source.scorer
         self.trainer.engine, source.scorer = self._sample, self._score
 
