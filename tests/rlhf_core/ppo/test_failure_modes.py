@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from rlhf_core.data.scorer import Answers
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.ppo.engines import Engine, Key, LeashEngine, Prompts
 from rlhf_core.ppo.health import DETECTORS, SLOW_GENERATION, Alert, Monitor

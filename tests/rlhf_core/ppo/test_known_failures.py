@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.scorer import Answers
+from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.ppo.trainer import PPOTrainer
 from tests.rlhf_core.ppo.stepping import credit_of
 
