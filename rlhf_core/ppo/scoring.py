@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.scorer import Answers, Scored, Scorer
+from rlhf_core.data.scorer import Answers, Scored, Scorer, correlation
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
@@ -21,7 +21,6 @@ from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
-from rlhf_core.ppo.statistics import correlation
 from rlhf_core.training.processes import Processes
 
 REFERENCE_ANSWERS = 512
