@@ -1,6 +1,7 @@
 """Scorers: answers in, numbers out. A reward model, a Python function, the demo's rubric and a weighted sum of scorers
 are all used in the same way, by training and by evaluation."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -103,3 +104,10 @@ class WeightedSum:
         for each in scored.values():
             parts |= each.parts
         return Scored(total, parts)
+
+
+def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
+    if len(first) < 2 or any(min(values) == max(values) for values in (first, second)):
+        return None
+    return statistics.correlation(first, second)

@@ -5,13 +5,14 @@ from itertools import pairwise
 
 import torch
 
+from rlhf_core.data.scorer import correlation
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import reward_to_go
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores
-from rlhf_core.ppo.statistics import UpdateStatistics, correlation, explained_variance
+from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
 
 NGRAM = 3
 CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction", "grad_norm_critic")

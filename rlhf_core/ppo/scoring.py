@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.scorer import Answers, Scored, Scorer
+from rlhf_core.data.scorer import Answers, Scored, Scorer, correlation
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
@@ -23,7 +23,6 @@ from rlhf_core.models.sharding import whole
 from rlhf_core.ppo.plan import REFERENCE
 from rlhf_core.ppo.rewards import normalise_scores, penalise_missing_eos
 from rlhf_core.ppo.rollout import Rollout, Scores
-from rlhf_core.ppo.statistics import correlation
 from rlhf_core.training.processes import Processes
 
 REFERENCE_ANSWERS = 512

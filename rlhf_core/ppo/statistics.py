@@ -1,9 +1,7 @@
 """Statistics of an update (clip fractions, ratios, KL to the old policy, explained variance), over real tokens only."""
 
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,10 +152,3 @@ def explained_variance(
     variance, unexplained = masked_var(returns, mask), masked_var(returns - values, mask)
     constant = (unexplained == 0).to(variance.dtype)
     return torch.where(variance > 0, 1 - unexplained / variance, constant)
-
-
-def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
-    if len(first) < 2 or any(min(values) == max(values) for values in (first, second)):
-        return None
-    return statistics.correlation(first, second)

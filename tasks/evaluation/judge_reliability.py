@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from rlhf_core.data.scorer import correlation
 from rlhf_core.evaluation.agreement import agreement_at_margins, pair_agreement
 from rlhf_core.evaluation.intervals import bounds
 from rlhf_core.evaluation.judges import NoisyAnnotators, RubricJudge
 from rlhf_core.evaluation.pair_judges import SimulatedAnnotators, both_orders
-from rlhf_core.ppo.statistics import correlation
 from tasks.evaluation.evaluator import Evaluator
 from tasks.evaluation.results import Bootstrap, Results, Table
 from tasks.params.preferences import PreferencesParams

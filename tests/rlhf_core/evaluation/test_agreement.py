@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rlhf_core.data.scorer import correlation
 from rlhf_core.evaluation.agreement import agreement_at_margins, pair_agreement
-from rlhf_core.ppo.statistics import correlation
 
 
 def test_agreement_by_hand() -> None:
