@@ -55,7 +55,7 @@ def test_a_run_that_fits(leash: Callable[..., Any]) -> None:
 
 def test_a_run_that_does_not_fit_and_what_to_change(leash: Callable[..., Any]) -> None:
     """Each change saves what the plan with it and those before it needs less."""
-    code, output, _ = leash("plan", "--params", "examples/tiny.yaml", "--gpu-memory", "0.01", "--json")
+    code, output, _ = leash("plan", "--params", "examples/tiny.yaml", "--gpu-memory", "0.005", "--json")
     plan = json.loads(output)
     assert code == 1
     assert not plan["fits"]
