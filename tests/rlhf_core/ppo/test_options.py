@@ -15,6 +15,7 @@ from rlhf_core.models.scorers import Answers
 from rlhf_core.ppo.advantages import compute_group_advantages
 from rlhf_core.ppo.kl import estimate_kl
 from rlhf_core.ppo.objective import Pass, losses_of
+from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.scoring import ScoreNormalisation
 from rlhf_core.ppo.statistics import approx_kl, explained_variance
 from rlhf_core.ppo.trainer import PPOTrainer, RatioError
@@ -114,6 +115,23 @@ def test_rule_20_values_are_not_clipped_while_the_critic_warms_up(make_trainer: 
     assert losses[1].item() > 0
 
 
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_rule_20_the_gradient_of_a_warm_up_step_is_that_without_the_value_clip(
+    kind: str, make_trainer: MakeTrainer
+) -> None:
+    """Of values that moved by 9 since the rollout, where the clip takes a part of the gradient."""
+    found = {}
+    for name, critic in {"warm-up": {"warmup_steps": 1}, "unclipped": {"clip_value": False}, "clipped": {}}.items():
+        trainer = make_trainer(critic={"kind": kind, **critic})
+        rollout = trainer.rollout()
+        moved = replace(rollout, old_values=(rollout.old_values - 9.0) * rollout.mask)
+        found[name] = first_gradients(trainer, moved, credit_of(trainer, rollout))
+    assert torch.allclose(found["warm-up"]["critic"], found["unclipped"]["critic"], rtol=1e-5, atol=1e-7)
+    assert (found["unclipped"]["critic"] - found["clipped"]["critic"]).norm() > 1
+    assert not found["warm-up"]["policy"].any()
+    assert found["unclipped"]["policy"].any()
+
+
 def test_rule_22_the_kl_of_a_step_is_that_after_its_update(make_trainer: MakeTrainer) -> None:
     """With one optimizer step the KL before it is 0; the one after it is that of the new weights."""
     trainer = make_trainer(**ONE)
@@ -126,6 +144,22 @@ def test_rule_22_the_kl_of_a_step_is_that_after_its_update(make_trainer: MakeTra
     assert means["approx_kl"] == pytest.approx(0.0, abs=1e-9)
     assert means["update_kl"] == pytest.approx(expected, rel=1e-3)
     assert expected > 1e-6
+
+
+@pytest.mark.parametrize(("answers", "measured"), [(40, slice(0, 32)), (256, slice(0, 256, 8))])
+def test_rule_22_the_kl_of_a_large_batch_is_measured_on_every_eighth_answer(
+    answers: int, measured: slice, make_trainer: MakeTrainer
+) -> None:
+    """At least on 32 answers."""
+    trainer = make_trainer(**ONE, batch_size=answers, micro_batch_size=64)
+    rollout = trainer.rollout()
+    with torch.no_grad():
+        trainer.models.policy.get_input_embeddings().weight.mul_(1.1)
+        batch = rollout.batch(range(answers), trainer.pad_id)
+        kl = estimate_kl(rollout.old_logprobs, chosen_logprobs(trainer, batch), "k3", rollout.mask)
+    expected = kl[measured].sum() / rollout.mask[measured].sum()
+    found = trainer.measure_kl(rollout, StepPlan.of(trainer.config, 0))
+    assert found == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_rule_20_a_perfect_critic_in_the_unit_of_the_score_explains_the_returns(
