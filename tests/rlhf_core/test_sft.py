@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.errors import NonFiniteError
+from rlhf_core.models.hf import save_weights, unique_weights
 from rlhf_core.sft import Demonstration, SFTResult, best_of, fine_tune, response_loss
 from rlhf_core.training.checkpoints import SEAL
 from rlhf_core.training.run import NeverStops, Run
@@ -204,6 +205,23 @@ def test_failure_01_a_checkpoint_that_was_cut_short_is_passed_over(
         resumed = build_lm(seed=9)
         train(resumed, CONFIG, run)
         assert same_weights(resumed, whole)
+
+
+def test_failure_01_a_resumed_run_has_the_best_weights_of_its_checkpoint(
+    build_lm: Build, make_run: MakeRun, tmp_path: Path
+) -> None:
+    """Killed after better weights than the checkpoint's were written: on another machine the steps after it may be
+    rounded to a higher loss, and those weights would be of no step of the run."""
+    config, whole = settings(learning_rate=0.05, epochs=10), build_lm()
+    expected = train(whole, config, make_run("whole"))
+    run, best = make_run("killed", checkpoint_every=1), tmp_path / "killed" / "best.safetensors"
+    with pytest.raises(Killed):
+        train(build_lm(), config, replace(run, report=kill_at(expected.best_step + 2)))
+    save_weights(best, unique_weights(build_lm(seed=9)))
+    resumed = build_lm(seed=9)
+    result = train(resumed, config, run)
+    assert result.best_step == expected.best_step
+    assert same_weights(resumed, whole)
 
 
 def test_a_request_to_stop_saves_the_step_and_the_run_continues_there(

@@ -307,6 +307,17 @@ def test_rule_27_a_start_that_is_another_function_than_its_reference_stops_the_r
     require_equal_start(same, kl, mask)
 
 
+def test_rule_27_the_first_step_compares_policy_and_reference(make_trainer: MakeTrainer) -> None:
+    """A reference of the same weights with other positions."""
+    make_trainer(same_reference=True).step()
+    trainer = make_trainer(same_reference=True)
+    before = [parameter.detach().clone() for parameter in trainer.models.policy.parameters()]
+    trainer.models.reference.model.rotary_emb.inv_freq.mul_(2.0)
+    with pytest.raises(RuntimeError, match="policy and reference have the same weights"):
+        trainer.step()
+    assert all(torch.equal(p, old) for p, old in zip(trainer.models.policy.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["separate", "shared"])
 def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kind: str) -> None:
     """The logits and values are those of a float32 product of the body's bfloat16 output, with more than the eight

@@ -116,6 +116,23 @@ def test_rule_20_values_are_not_clipped_while_the_critic_warms_up(make_trainer: 
     assert losses[1].item() > 0
 
 
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_rule_20_the_gradient_of_a_warm_up_step_is_that_without_the_value_clip(
+    kind: str, make_trainer: MakeTrainer
+) -> None:
+    """Of values that moved by 9 since the rollout, where the clip takes a part of the gradient."""
+    found = {}
+    for name, critic in {"warm-up": {"warmup_steps": 1}, "unclipped": {"clip_value": False}, "clipped": {}}.items():
+        trainer = make_trainer(critic={"kind": kind, **critic})
+        rollout = trainer.rollout()
+        moved = replace(rollout, old_values=(rollout.old_values - 9.0) * rollout.mask)
+        found[name] = first_gradients(trainer, moved, credit_of(trainer, rollout))
+    assert torch.allclose(found["warm-up"]["critic"], found["unclipped"]["critic"], rtol=1e-5, atol=1e-7)
+    assert (found["unclipped"]["critic"] - found["clipped"]["critic"]).norm() > 1
+    assert not found["warm-up"]["policy"].any()
+    assert found["unclipped"]["policy"].any()
+
+
 def test_rule_22_the_kl_of_a_step_is_that_after_its_update(make_trainer: MakeTrainer) -> None:
     """With one optimizer step the KL before it is 0; the one after it is that of the new weights."""
     trainer = make_trainer(**ONE)
@@ -140,6 +157,22 @@ def test_one_token_of_a_large_ratio_hardly_changes_the_kl_of_an_update(make_trai
     assert 0 < trainer.measure_kl(rollout, plan) * real < 10
     rollout.old_logprobs[0, 0] += 2 * math.log(270)  # a token that has become rare counts in full
     assert trainer.measure_kl(rollout, plan) * real == pytest.approx(math.log(270) - 1, abs=0.01)
+
+
+@pytest.mark.parametrize(("answers", "measured"), [(40, slice(0, 32)), (256, slice(0, 256, 8))])
+def test_rule_22_the_kl_of_a_large_batch_is_measured_on_every_eighth_answer(
+    answers: int, measured: slice, make_trainer: MakeTrainer
+) -> None:
+    """At least on 32 answers."""
+    trainer = make_trainer(**ONE, batch_size=answers, micro_batch_size=64)
+    rollout = trainer.rollout()
+    with torch.no_grad():
+        trainer.models.policy.get_input_embeddings().weight.mul_(1.1)
+        batch = rollout.batch(range(answers), trainer.pad_id)
+        kl = estimate_kl(rollout.old_logprobs, chosen_logprobs(trainer, batch), "k3", rollout.mask)
+    expected = kl[measured].sum() / rollout.mask[measured].sum()
+    found = trainer.measure_kl(rollout, StepPlan.of(trainer.config, 0))
+    assert found == pytest.approx(expected.item(), rel=1e-4)
 
 
 def test_rule_20_a_perfect_critic_in_the_unit_of_the_score_explains_the_returns(

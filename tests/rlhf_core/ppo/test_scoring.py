@@ -48,6 +48,18 @@ def test_rule_12_scores_are_normalised_on_answers_of_the_reference(make_trainer:
     assert measured(trainer, seed=6).scores != found.scores
 
 
+def test_rule_12_the_answers_of_the_reference_to_one_prompt_are_different(make_trainer: MakeTrainer) -> None:
+    """About 51 to each of ten prompts."""
+    seen: list[Answers] = []
+    measured(make_trainer(), seen=seen)
+    found: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
+    for answers in seen:
+        for prompt, response in zip(answers.prompt_ids, answers.response_ids, strict=True):
+            found.setdefault(tuple(prompt), set()).add(tuple(response))
+    assert len(found) == 10
+    assert min(map(len, found.values())) > 20
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 def test_rule_12_the_answers_are_sampled_at_the_temperature_of_ppo(
     make_trainer: MakeTrainer, temperature: float

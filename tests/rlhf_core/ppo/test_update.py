@@ -149,6 +149,7 @@ def test_rule_16_gradients_are_clipped_by_their_norm(make_trainer: MakeTrainer) 
     for name, norms in seen.items():
         assert norms == pytest.approx([1e-2] * 4, rel=1e-3)
         assert (row[f"grad_norm_{name}"] or 0) > 2e-2
+    assert row["grad_clipped_share"] == 1.0
 
 
 def test_rule_16_each_model_is_clipped_by_its_own_norm(make_trainer: MakeTrainer) -> None:
@@ -160,6 +161,7 @@ def test_rule_16_each_model_is_clipped_by_its_own_norm(make_trainer: MakeTrainer
     assert seen["critic"] == pytest.approx([50.0] * 4, rel=1e-3)
     assert sum(seen["policy"]) / 4 == pytest.approx(row["grad_norm_policy"], rel=1e-5)
     assert 0.01 < max(seen["policy"]) < 50
+    assert row["grad_clipped_share"] == 0.0, "the share is of the policy's steps"
 
 
 def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) -> None:

@@ -2,6 +2,7 @@
 pretraining, reward model and DPO."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,6 +59,9 @@ def test_passes_have_every_item_once_and_keep_their_limits(tokens: list[int], it
     for group in groups:
         assert len(group) <= items
         assert len(group) == 1 or sum(tokens[place] for place in group) <= most
+    for group, following in pairwise(groups):
+        together = sum(tokens[place] for place in [*group, following[0]])
+        assert len(group) == items or together > most, "a pass is filled before the next begins"
 
 
 def test_matrices_decay_and_biases_and_norms_do_not(build_lm: Build, make_run: MakeRun) -> None:
