@@ -177,8 +177,8 @@ def test_speed_table(script: ModuleType) -> None:
     assert "| 12,346 |" in line
 
 
-SOME = ["bfloat16", "gradient, checkpointing", "same bytes", "nf4, LoRA"]
-"""A check of each kind, and one that may need a package."""
+SOME = ["bfloat16", "gradient, checkpointing", "same bytes", "LoRA", "GRPO"]
+"""A check of each kind."""
 
 
 @pytest.mark.slow
