@@ -11,8 +11,6 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_a_benchmark_starts(path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    if path.stem == "trl_ppo":
-        pytest.importorskip("trl")
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])
     monkeypatch.syspath_prepend(str(FOLDER))
     if "ArgumentParser(" not in path.read_text(encoding="utf-8"):  # a part of another script
