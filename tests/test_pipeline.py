@@ -243,7 +243,7 @@ def look_at_two_pipeline_runs(project: "Project") -> None:
     """The compare page answers what changed and what it did; what did not run is linked to the run that made it."""
     parents = pipeline_runs(project)
     assert sorted(run.data.params["ppo.kl.coef"] for run in parents) == ["0.05", "2"]
-    new = next(run for run in parents if run.data.params["ppo.kl.coef"] == "2.0")
+    new = next(run for run in parents if run.data.params["ppo.kl.coef"] == "2")
     assert set(children(project, new)) == {"ppo", "select", *VARIANTS, "evaluate", "report"} - SWITCHED_OFF
     assert new.data.metrics["gold_sft"] == project.json("metrics/evaluate.json")["gold_sft"]
     assert len(new.data.tags["leash.restored.sft"]) == 32
