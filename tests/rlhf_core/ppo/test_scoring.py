@@ -160,3 +160,13 @@ def test_scores_have_the_rows_behind_their_prompts(make_trainer: MakeTrainer) ->
     trainer.answer(trainer.prompts[:2], trainer.rows[:2])
     assert len(seen) == trainer.config.batch_size + REFERENCE_ANSWERS + 2
     assert all(row == {"prompt": prompt} for prompt, row in seen)
+
+
+def test_rule_12_the_reference_answers_in_the_precision_of_the_policy(make_trainer: MakeTrainer) -> None:
+    """Its products are those of the policy that PPO samples from."""
+    trainer = make_trainer(precision="bfloat16")
+    read: list[torch.dtype] = []
+    layer = next(each for each in trainer.models.reference.base_model.modules() if isinstance(each, torch.nn.Linear))
+    layer.register_forward_hook(lambda _module, _input, output: read.append(output.dtype))
+    measured(trainer, precision="bfloat16")
+    assert set(read) == {torch.bfloat16}
