@@ -201,8 +201,8 @@ def test_events_of_this_project_are_posted_and_no_others(shared: Shared, posted:
     shared.install(shared.root, f", '{address}'")
     for flow in ("their-nightly", "other-nightly", "ours-nightly"):
         assert shared.python(EMITTER, flow).wait(timeout=100) == 0
-    until(lambda: len(texts) >= 2)
-    assert sorted(text[:30] for text in texts) == ['ours: leash.kept: not: "1"', "ours: prefect.flow-run.Failed:"]
+    until(lambda: len(set(texts)) >= 2)  # Prefect delivers at least once: on a loaded machine an event came twice
+    assert sorted(text[:30] for text in set(texts)) == ['ours: leash.kept: not: "1"', "ours: prefect.flow-run.Failed:"]
 
 
 def test_what_is_no_address() -> None:
