@@ -43,9 +43,8 @@ def install(root: Path, notify: str | None = None, seconds: float = LOST_SECONDS
 
     One marks a flow run as Crashed when its heartbeats have ended `seconds` ago and it has not: a killed process, a
     lost machine. With `notify`, an address, another one posts a line of JSON to it for each event of `NOTIFIED`: Slack,
-    Mattermost and ntfy read its `text`. An event may be posted twice: Prefect delivers
-    at least once. Prefect stores the address encrypted, in a block. Raises UserError for an
-    address that is none.
+    Mattermost and ntfy read its `text`. An event may be posted twice: Prefect delivers at least once. Prefect
+    stores the address encrypted, in a block. Raises UserError for an address that is none.
     """
     require_address(notify)
     project = project_name(root)
