@@ -31,7 +31,6 @@ def use_texts(project: "Project", rows: list[dict[str, object]]) -> None:
         "judge": {"kind": "function", "function": "sentiment.py"},
         "select.rule": "best_judge",
         "runtime.tracking": False,
-        "dpo.enabled": False,
     }.items():
         project.set(name, value)
 

@@ -123,10 +123,10 @@ class _Params(Block):
                 "own data, without ingest.labels; set ingest.source: files or huggingface, and remove ingest.labels"
             )
         for name, params in self.enabled_methods():
-            if isinstance(params, PairConfig) and rated:
+            if isinstance(params, PairConfig) and rated and self.base.format == "chat":
                 raise ValueError(
-                    f"{name} trains on preference pairs, which are not made with preferences.source: ratings; set "
-                    f"{name}.enabled: false"
+                    f"{name} trains on pairs of answers to the same prompt, which ratings of chat answers do not give; "
+                    f"set {name}.enabled: false, or base.format: text where the rows are texts"
                 )
 
     def _check_world(self) -> None:

@@ -318,7 +318,7 @@ def test_ratings_need_data_of_the_user_and_make_no_pairs(content: Content) -> No
         (
             "ipo.enabled",
             True,
-            r"ipo trains on preference pairs, .* preferences\.source: ratings; set ipo\.enabled: false",
+            r"ipo trains on pairs of answers to the same prompt, .* set ipo\.enabled: false, or base\.format: text",
         ),
         ("ingest.labels", "people.jsonl", r"without ingest\.labels"),
         ("ingest.source", "demo", r"of your own data"),
@@ -328,6 +328,9 @@ def test_ratings_need_data_of_the_user_and_make_no_pairs(content: Content) -> No
         with pytest.raises(UserError, match=says):
             parse(Params, put(content, name, value))
         put(content, name, before)
+    put(content, "base.format", "text")
+    put(content, "ipo.max_tokens", 64)
+    assert parse(Params, put(content, "ipo.enabled", True)).ipo.enabled, "whole texts are answers to the empty text"
 
 
 def test_a_function_judges_and_labels_no_pairs(content: Content) -> None:

@@ -22,7 +22,7 @@ from rlhf_core.training.loop import Training
 from tasks import reward
 from tasks.training import pairs as comparisons
 from tasks.training.pairs import PREFERENCES
-from tasks.training.ratings import GROUP, RATINGS, rated_comparisons
+from tasks.training.ratings import GROUP, RATINGS, rated_comparisons, text_comparisons
 from tasks.training.trainer_setup import training_run
 from tests.tasks.conftest import TINY
 
@@ -314,6 +314,24 @@ def test_every_two_answers_with_different_ratings_are_a_pair_each_with_its_own_p
         values = [rated[tuple(ids)] for ids in comparison.responses]
         places = range(len(values))
         assert sorted(comparison.pairs) == [(i, j) for i in places for j in places if values[i] > values[j]]
+
+
+@pytest.mark.parametrize("bos", [None, 3])
+def test_policies_on_pairs_learn_whole_texts_behind_the_token_that_begins_a_text(
+    bos: int | None, asked: list[dict[str, Any]], make_stage: Callable[..., Any]
+) -> None:
+    rows, tokenizer = rated_rows(asked, (1.0, 0.0, -0.5, 0.0, 1.0)), TINY.tiny_tokenizer()
+    stage = make_stage("dpo", CONFIG, [], {RATINGS: rows})
+    rated, _ = rated_comparisons(stage, tokenizer, "train", 63)
+    if bos is not None:  # a token that stands at the beginning already is not written twice
+        bos = rated[0].responses[0][0]
+        tokenizer.bos_token = tokenizer.convert_ids_to_tokens(bos)
+    found, _ = text_comparisons(stage, tokenizer, "train", 64)
+    assert [c.prompt for c in found] == [[tokenizer.eos_token_id if bos is None else bos]] * len(rated)
+    for text, score in zip(found, rated, strict=True):
+        assert text.pairs == score.pairs
+        wanted = score.responses if bos is None else [ids[1:] if ids[0] == bos else ids for ids in score.responses]
+        assert text.responses == wanted
 
 
 def test_a_group_of_equal_ratings_is_left_out_and_nothing_left_is_refused(
