@@ -28,6 +28,13 @@ class Demonstration:
 
     prompt: list[int]
     response: list[int]
+    counted: list[bool] | None = None
+    """Which tokens of `response` are imitated, where it holds several turns; None: all."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are imitated."""
+        return len(self.response) if self.counted is None else sum(self.counted)
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,8 @@ def fine_tune(
 
     def sums(places: Sequence[int]) -> dict[str, Tensor]:
         rows = [training[place] for place in places]
-        batch = pad_batch([row.prompt for row in rows], [row.response for row in rows], pad_id, model.device)
+        prompts, responses, counted = columns(rows)
+        batch = pad_batch(prompts, responses, pad_id, model.device, counted)
         return {"loss": -within(model, partial(response_logprobs, model, batch)).sum()}
 
     def validation_loss() -> float:
@@ -70,7 +78,7 @@ def fine_tune(
     loop = Training(
         model,
         sums,
-        weights=[len(row.response) for row in training],
+        weights=[row.tokens for row in training],
         tokens=[len(row.prompt) + len(row.response) for row in training],
         schedule=Schedule.of(config, len(training)),
         run=run,
@@ -103,6 +111,11 @@ def fine_tune(
     return SFTResult(loop.log, base_loss, loss, step, loop.done)
 
 
+def columns(rows: Sequence[Demonstration]) -> tuple[list[list[int]], list[list[int]], list[list[bool] | None]]:
+    """Prompts, responses and which of their tokens count."""
+    return [row.prompt for row in rows], [row.response for row in rows], [row.counted for row in rows]
+
+
 def best_of(log: Sequence[dict[str, float]]) -> tuple[int, float]:
     """(step, loss) of the first lowest validation loss of a log."""
     loss, step = min((row["validation_loss"], int(row["step"])) for row in log if "validation_loss" in row)
@@ -116,12 +129,12 @@ def response_loss(
     batch_size: int,
     processes: Processes | None = None,
 ) -> float:
-    """Mean negative log-likelihood of the response tokens, in nats per token over all rows; of a model that is divided
-    over `processes`, or whole. NaN without rows."""
+    """Mean negative log-likelihood of the tokens to imitate, in nats per token over all rows; of a model that is
+    divided over `processes`, or whole. NaN without rows."""
 
     def logprobs(part: Sequence[Demonstration]) -> list[float]:
-        prompts, responses = [row.prompt for row in part], [row.response for row in part]
-        return sequence_logprobs(model, prompts, responses, pad_id, batch_size)
+        prompts, responses, counted = columns(part)
+        return sequence_logprobs(model, prompts, responses, pad_id, batch_size, counted)
 
-    tokens = sum(len(row.response) for row in rows)
+    tokens = sum(row.tokens for row in rows)
     return -math.fsum(map_whole(model, processes, rows, logprobs)) / tokens if tokens else math.nan

@@ -53,13 +53,21 @@ def execute(stage: Stage[BaseParams]) -> None:
 
 def training_documents(stage: Stage[BaseParams]) -> list[Document]:
     """Prompts and answers of the training split: demonstrations, rated answers, and both responses of the pairs in the
-    data. Pairs of `ingest.labels` are left out: new labels must not change the model whose answers they compare."""
+    data, each once. Pairs of `ingest.labels` are left out: new labels must not change the model whose answers they
+    compare. Raises UserError where a tokenizer or a pretraining needs them, and there are none."""
     answers = [*stage.read(DEMONSTRATIONS), *stage.read(RATINGS)]
-    documents: list[Document] = [(row["prompt"], row["response"]) for row in answers if row["split"] == "train"]
+    found = [(row, row["response"]) for row in answers if row["split"] == "train"]
     for row in stage.read(PAIRS):
         if row["split"] == "train" and not row.get("from_labels"):
-            documents += [(row["prompt"], row["chosen"]), (row["prompt"], row["rejected"])]
-    return documents
+            found += [(row, row["chosen"]), (row, row["rejected"])]
+    documents = {(row["prompt_id"], answer): (row["prompt"], answer) for row, answer in found}
+    pretrain = stage.params.pretrain
+    if not documents and (stage.params.source == "scratch" or (pretrain and pretrain.steps)):
+        raise UserError(
+            "base.source: scratch and base.pretrain learn from the answers of the data, and these have none (no "
+            "demonstrations for SFT, pairs or ratings); set base.source: pretrained and base.pretrain.steps: 0"
+        )
+    return list(documents.values())
 
 
 def _scratch(

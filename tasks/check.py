@@ -11,7 +11,7 @@ from rlhf_core.data.scorer import Answers
 from rlhf_core.errors import needs_bitsandbytes
 from rlhf_core.functions.process import RewardFunction
 from tasks.params.all import Params
-from tasks.params.loader import ANSWERS, NUMERICS, RAW_FILES, parse, read_yaml, with_derived
+from tasks.params.loader import ANSWERS, NUMERICS, RAW_FILES, SFT_ENABLED, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import FOLDER, REWARD_MODEL, functions
 from tasks.stage.stage import Stage
@@ -46,7 +46,8 @@ def execute(stage: Stage[Block]) -> None:
         function = RewardFunction(stage.root / FOLDER, file, limits.timeout_seconds, limits.memory_mb, key)
         function(Answers([], []))
         function.close()
-    tracked = ["round", *(method.name for method in METHODS), "scorer", REWARD_MODEL, *NUMERICS, RAW_FILES, ANSWERS]
+    methods = (method.name for method in METHODS)
+    tracked = ["round", *methods, "scorer", REWARD_MODEL, SFT_ENABLED, *NUMERICS, RAW_FILES, ANSWERS]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})
     stage.out(CONSTANT).write_text("params.yaml is valid\n", encoding="utf-8")
 

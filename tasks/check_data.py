@@ -13,7 +13,7 @@ from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.ratings import rating_of
 from tasks.datasets.sources.splits import Share
 from tasks.params.ingest import IngestParams
-from tasks.params.loader import RAW_FILES
+from tasks.params.loader import RAW_FILES, SFT_ENABLED
 from tasks.params.preferences import PreferencesParams
 from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.stage import Stage
@@ -23,7 +23,8 @@ CONSTANT = "data/check_data.ok"
 
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for raw data that `ingest` or a later stage would refuse."""
-    prepared = prepare(cheapest(stage.block("ingest", IngestParams)), RAW, stage.state_dir / "datasets", stage.log)
+    params, cache = cheapest(stage.block("ingest", IngestParams)), stage.state_dir / "datasets"
+    prepared = prepare(params, RAW, cache, stage.log, stage.blocks[SFT_ENABLED])
     if stage.blocks[REWARD_MODEL]:
         require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
         require_ratings(prepared, stage.block("ingest", IngestParams).rating_column)
@@ -54,7 +55,8 @@ def require_pairs(prepared: Prepared, source: str) -> None:
         if split not in found:
             raise UserError(
                 f"preferences.source is {source}, but the data have no pairs for the reward model ({split} split): "
-                "add rows with prompt, chosen and rejected, or raise ingest.split.preferences"
+                "add rows with prompt, chosen and rejected, raise ingest.split.preferences, or score by functions "
+                "alone (`scorer` without reward_model)"
             )
 
 
@@ -76,7 +78,7 @@ def require_ratings(prepared: Prepared, column: str | None) -> None:
 
 def in_share(prepared: Prepared, *shares: Share) -> Iterator[Example]:
     """The clean rows whose prompt is in one of these shares."""
-    return (example for example in prepared.kept if prepared.assignment.share[example.opening] in shares)
+    return (example for example in prepared.kept if not prepared.assignment.share[example.opening].isdisjoint(shares))
 
 
 def check_prompts(name: str, prepared: Prepared) -> None:

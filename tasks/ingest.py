@@ -14,13 +14,14 @@ from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import assemble, divide
 from tasks.datasets.sources.example import RAW
 from tasks.params.ingest import IngestParams
-from tasks.params.loader import RAW_FILES
+from tasks.params.loader import RAW_FILES, SFT_ENABLED
+from tasks.params.scorer import REWARD_MODEL
 from tasks.stage.stage import Stage
 
 
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/ and metrics/ingest.json. Raises UserError for data that cannot be used."""
-    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log)
+    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log, stage.blocks[SFT_ENABLED])
     column = stage.params.rating_column
     divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels, column)
     sizes: Counter[str] = Counter()
@@ -31,13 +32,14 @@ def execute(stage: Stage[IngestParams]) -> None:
     copy_named(stage, stage.blocks[RAW_FILES])
     dropped = ({"file": row.file, "row": row.row, "reason": row.reason} for row in prepared.dropped)
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
-    table = use_table(prepared, divided)
+    table = use_table(prepared, divided, stage.blocks[REWARD_MODEL])
     labels = label_figures([*prepared.kept, *prepared.labels, *prepared.ties])
     stage.write_metrics(
         {
             "source": stage.params.source,
             **counts(prepared),
             **sizes,
+            **({"shared_prompts": True} if prepared.assignment.shared else {}),
             "rows_by_use": table,
             **({"labels": labels} if labels else {}),
         }

@@ -35,8 +35,9 @@ from rlhf_core.training.checkpoints import KEPT
 from tasks.datasets.raw import below_raw
 from tasks.datasets.sources.files import data_files, is_heldout
 from tasks.datasets.sources.formats import kind_of, read_rows
+from tasks.datasets.sources.splits import FEW_PROMPTS
 from tasks.params.all import Params
-from tasks.params.loader import PARAMS_FILE, parse
+from tasks.params.loader import PARAMS_FILE, SFT_ENABLED, parse
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.params.scorer import uses_reward_model
 from tasks.params.variant import merged
@@ -199,12 +200,14 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
     """Rows of each dataset: of `ingest` if dvc.lock has it with these parameters and the hashes of the present files,
     else by the shares of `ingest.split` from the settings of the demo data or the files that the parameters name. None
     where these are not here. Raises UserError where a file of DVC's is broken."""
-    ingest, split, raw = params.ingest, params.ingest.split, root / "data" / "raw"
+    ingest, split, raw, sft = params.ingest, params.ingest.split, root / "data" / "raw", params.sft.enabled
     made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
     if all(path.is_file() for path in made.values()):
         with open_project(root) as project:
             stage = next((stage for stage in project.stages if stage.name == "ingest"), None)
-            if stage is not None and stage.recorded_params.get("ingest") == content.get("ingest"):
+            recorded = {} if stage is None else stage.recorded_params
+            same = recorded.get("ingest") == content.get("ingest") and recorded.get(SFT_ENABLED, True) == sft
+            if stage is not None and same:
                 used = [file for file in stage.inputs if file.path == "data/raw"]
                 used += [file for file in stage.outs if Path(file.path).stem in DATASETS]
                 if all(file.exists and file.known_hash() == file.recorded for file in used):
@@ -219,7 +222,7 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
     if ingest.source == "demo":
         heldout = ingest.demo.prompts * split.heldout
         prompts = ingest.demo.prompts - heldout
-        counts = {"demonstrations": prompts * split.demonstrations * ingest.demo.demonstrations_per_prompt, "pairs": 0}
+        each, pairs = ingest.demo.demonstrations_per_prompt, 0
     elif files:
         patterns = ingest.files.heldout_files if ingest.files is not None else ["test*"]
         counted = {file: _lines(file) for file in files}
@@ -227,11 +230,16 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
         prompts = sum(counted.values()) - heldout
         if not heldout:
             heldout, prompts = prompts * split.heldout, prompts * (1 - split.heldout)
-        counts = {"demonstrations": prompts * split.demonstrations, "pairs": prompts * split.preferences}
+        each, pairs = 1, 1
     else:
         return None
-    counts |= dict.fromkeys(("ratings", "preference_prompts"), prompts * split.preferences)
-    counts |= {"ppo_prompts": prompts * split.ppo, "heldout": heldout}
+    fractions = (split.demonstrations if sft else 0.0, split.preferences, split.ppo)
+    imitated, compared, rolled_out = (fraction / sum(fractions) for fraction in fractions)
+    if prompts < FEW_PROMPTS if split.share is None else split.share:
+        imitated, compared, rolled_out = float(sft), 1.0, 1.0 - split.validation
+    counts = {"demonstrations": prompts * imitated * each, "pairs": prompts * compared * pairs}
+    counts |= dict.fromkeys(("ratings", "preference_prompts"), prompts * compared)
+    counts |= {"ppo_prompts": prompts * rolled_out, "heldout": heldout}
     return {name: round(counts[name]) for name in DATASETS}
 
 
@@ -392,7 +400,8 @@ def stages_of(
         adapters = params.reward.lora if learns else None
         return PlannedStage(name, lambda: ppo_phases(model, config, lengths, scorers, adapters), work)
 
-    yield sft("sft", params.sft, None if rows is None else training * rows["demonstrations"])
+    if params.sft.enabled:
+        yield sft("sft", params.sft, None if rows is None else training * rows["demonstrations"])
     if learns and samples:
         lengths = Lengths(prompt, judged.max_new_tokens)
         count = None if rows is None else rows["preference_prompts"] * answers
@@ -496,13 +505,15 @@ def disk_of(model: Model, params: Any) -> dict[str, int]:
     methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
     scalars = params.reward.members + (params.reward.judge_share > 0) if uses_reward_model(params.scorer) else 0
     reward = params.reward.lora if scalars else None
-    models = FLOAT32 * (model.parameters * (3 + methods) + model.scalar * (scalars + ppo.has_critic))
+    trained_models = 2 + params.sft.enabled + methods  # beside them the base model, or SFT that is a link to it
+    models = FLOAT32 * (model.parameters * trained_models + model.scalar * (scalars + ppo.has_critic))
     in_bfloat16 = ppo.lora is None and params.precision == "bfloat16"
     each = trained * (BFLOAT16 if in_bfloat16 else FLOAT32)
     snapshots = each * math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
     critic = model.trained(ppo.lora, scalar=True) * ppo.needs_critic_model
     checkpoints = (KEPT + 1) * max(  # SFT and the reward model keep the whole model, PPO what it trains
-        model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora),
+        params.sft.enabled
+        * (model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora)),
         bool(scalars) * (model.size(reward) * model.scalar + 2 * FLOAT32 * model.trained(reward, scalar=True)),
         (trained + critic) * 3 * FLOAT32,
     )

@@ -1,5 +1,7 @@
 """Settings of the stage `sft`: supervised fine-tuning on the demonstrations."""
 
+from typing import Literal
+
 from pydantic import model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
@@ -10,6 +12,12 @@ from rlhf_core.config.precision import Recomputed
 class SFTConfig(Block):
     """Supervised fine-tuning: the loss is on the response only, and training stops early by the validation loss."""
 
+    enabled: bool = True
+    """`false`: the base model is the SFT model, for models that answer already. The other keys are then not used, and
+    the data need no demonstrations."""
+    turns: Literal["last", "all"] = "last"
+    """Which turns of the assistant are imitated in a conversation: the response alone (`last`), or also the earlier
+    ones, which are in the prompt (`all`)."""
     learning_rate: LearningRate = 1e-5
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: PositiveNumber = 1.0

@@ -307,6 +307,33 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bo
     return [*ids, tokenizer.eos_token_id] if ended else ids
 
 
+def encode_turns(
+    tokenizer: PreTrainedTokenizerBase, prompt: Conversation, response: str
+) -> tuple[list[int], list[int], list[bool]]:
+    """A conversation, cut before the first answer of the assistant: the token ids before it, those from it on, and
+    which of these are answers, `response` and the earlier ones in the prompt, each closed as `encode_response` does.
+
+    Raises UserError where the template does not write an earlier answer with the very tokens of `encode_prompt` before
+    it and of `encode_response`: the model would imitate what it cannot write.
+    """
+    whole, answers = encode_prompt(tokenizer, prompt), list[tuple[int, int]]()
+    for place, message in enumerate(prompt):
+        if message["role"] == "assistant":
+            before = encode_prompt(tokenizer, prompt[:place]) if place else []
+            until = [*before, *encode_response(tokenizer, message["content"])]
+            if not place or whole[: len(until)] != until:
+                raise UserError(
+                    f"sft.turns is all, and the chat template does not write turn {place + 1}, an answer of the "
+                    "assistant, as the model would write it, with its end; set sft.turns: last, or leave the row out"
+                )
+            answers.append((len(before), len(until)))
+    ids = [*whole, *encode_response(tokenizer, response)]
+    answers.append((len(whole), len(ids)))
+    first = answers[0][0]
+    counted = [any(start <= place < end for start, end in answers) for place in range(first, len(ids))]
+    return ids[:first], ids[first:], counted
+
+
 def answer_text(response: str, continues: bool) -> str:
     """The one form of an answer, which models, judges and functions read: without outer white space. `continues`: the
     white space before the continuation of a text is a part of it: prompt and response joined are the whole text."""

@@ -28,7 +28,8 @@ class TokenBatch:
     input_ids: Int[Tensor, "batch sequence"]
     attention_mask: Int[Tensor, "batch sequence"]
     mask: Float[Tensor, "batch time"]
-    """1 on every generated token up to and including the first end-of-sequence token."""
+    """1 on every generated token up to and including the first end-of-sequence token; of a response with several turns
+    (`counted`), on some of its tokens."""
 
     @property
     def time(self) -> int:
@@ -108,8 +109,10 @@ def pad_batch(
     responses: Sequence[Sequence[int]],
     pad_id: int,
     device: torch.device | str = "cpu",
+    counted: Sequence[Sequence[bool] | None] | None = None,
 ) -> TokenBatch:
-    """One padded batch. T is at least 1, so that an empty response keeps its row."""
+    """One padded batch. T is at least 1, so that an empty response keeps its row. `counted`: which tokens of each
+    response the mask has; None: all."""
     width = max(len(p) for p in prompts)
     time = max(1, max(len(r) for r in responses))
     ids = torch.full((len(prompts), width + time), pad_id, dtype=torch.long)
@@ -118,7 +121,11 @@ def pad_batch(
         start, end = width - len(prompt), width + len(response)
         ids[row, start:end] = torch.tensor([*prompt, *response], dtype=torch.long)
         attention[row, start:end] = 1
-    return TokenBatch(ids.to(device), attention.to(device), attention[:, width:].float().to(device))
+    mask = attention[:, width:].float()
+    for row, some in enumerate(counted or ()):
+        if some is not None:
+            mask[row, : len(some)] = torch.tensor(some, dtype=torch.float32)
+    return TokenBatch(ids.to(device), attention.to(device), mask.to(device))
 
 
 def map_batches(
@@ -130,15 +137,17 @@ def map_batches(
     batch_size: int,
     device: torch.device,
     most_tokens: int | None = None,
+    counted: Sequence[Sequence[bool] | None] | None = None,
 ) -> list[Result]:
     """`read` on padded batches of at most `batch_size` rows of similar length, each with at most the tokens of a
     training pass, or `most_tokens` if they are fewer; it returns one result a row. The results are in the order of the
-    rows. Raises ValueError where there are not as many responses as prompts."""
+    rows. `counted` as in `pad_batch`. Raises ValueError where there are not as many responses as prompts."""
     lengths = [(len(prompt), max(1, len(response))) for prompt, response in zip(prompts, responses, strict=True)]
     tokens = min(tokens_per_pass(device), most_tokens or tokens_per_pass(device))
     found: dict[int, Result] = {}
     for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens):
-        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device)
+        some = None if counted is None else [counted[i] for i in rows]
+        batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device, some)
         found |= zip(rows, read(batch), strict=True)
     return [found[i] for i in range(len(lengths))]
 

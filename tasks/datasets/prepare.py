@@ -11,7 +11,7 @@ from rlhf_core.errors import UserError
 from tasks.datasets.problems import Log
 from tasks.datasets.sources import cleaning, files
 from tasks.datasets.sources.cleaning import Dropped
-from tasks.datasets.sources.datasets import USES, Divided, rows_by_use
+from tasks.datasets.sources.datasets import PARTS, USES, Divided, rows_by_use
 from tasks.datasets.sources.example import RAW, Example, Kind
 from tasks.datasets.sources.ratings import mark_low, require_ratings
 from tasks.datasets.sources.splits import Assignment, assign
@@ -30,6 +30,18 @@ LABELS = {
     "rated_too_low": "left out: rated too low to imitate",
     "tie": "left out: tie, only for agreement",
 }
+SHARED_LABELS = {
+    "training": "training",
+    "sft_train": "  of these SFT",
+    "reward_train": "  of these reward model",
+    "ppo": "  of these PPO prompts",
+    "validation": "validation",
+    "sft_validation": "  of these SFT",
+    "reward_validation": "  of these reward model",
+    "heldout": "held out",
+}
+"""Where prompts are shared: the rows of a part, and those of its uses."""
+SHARED_NOTE = "prompts are shared (ingest.split.share): a row of training or validation can have several of its uses"
 
 
 @dataclass(frozen=True)
@@ -47,14 +59,18 @@ class Prepared:
     """Rows read, of each kind."""
 
 
-def prepare(params: IngestParams, raw: Path = RAW, cache: Path | None = None, log: Log = print) -> Prepared:
-    """Read and clean the raw data, and assign the shares; the labels of `params.labels` change no share. Raises
-    UserError for data that cannot be read, that the parameters refuse, or that are too few for a share; several
-    problems are printed by `log`."""
-    return arrange(read(params, raw, cache, log), read_labels(params.labels, raw, log), params, log)
+def prepare(
+    params: IngestParams, raw: Path = RAW, cache: Path | None = None, log: Log = print, sft: bool = True
+) -> Prepared:
+    """Read and clean the raw data, and assign the shares; the labels of `params.labels` change no share. `sft`: whether
+    the stage `sft` trains. Raises UserError for data that cannot be read, that the parameters refuse, or that are too
+    few for a share; several problems are printed by `log`."""
+    return arrange(read(params, raw, cache, log), read_labels(params.labels, raw, log), params, log, sft)
 
 
-def arrange(examples: list[Example], added: list[Example], params: IngestParams, log: Log = print) -> Prepared:
+def arrange(
+    examples: list[Example], added: list[Example], params: IngestParams, log: Log = print, sft: bool = True
+) -> Prepared:
     """The same for rows that were read; `added` are those of `params.labels`."""
     examples = [example.cut(params.opening_words) for example in examples] + added
     found = Counter(example.kind for example in examples)
@@ -63,10 +79,10 @@ def arrange(examples: list[Example], added: list[Example], params: IngestParams,
     own = [example for example in clean if id(example) not in of_labels]
     kept = [example for example in own if not example.tie]
     require_ratings(kept, params.rating_column, log)
-    if (rated := mark_low(kept, params.rating_column, params.sft_rating_above)) is not None:
+    if (rated := mark_low(kept, params.rating_column, params.sft_rating_above)) is not None and sft:
         log(f"SFT imitates {rated[1]:,} rated answers, those above {rated[0]:g} (ingest.sft_rating_above)")
-    assignment = assign(kept, params.split, params.seed)
-    heldout = [example for example in kept if assignment.share[example.opening] == "heldout"]
+    assignment = assign(kept, params.split, params.seed, sft)
+    heldout = [example for example in kept if "heldout" in assignment.share[example.opening]]
     labels, leaked = without_leaks([e for e in clean if id(e) in of_labels], heldout, params, log)
     ties = [example for example in own + labels if example.tie]
     labels = [example for example in labels if not example.tie]
@@ -139,16 +155,18 @@ def without_leaks(
     return [example for example in examples if id(example) not in leaked], dropped
 
 
-def use_table(prepared: Prepared, divided: Divided) -> dict[str, dict[str, Any]]:
+def use_table(prepared: Prepared, divided: Divided, rewarded: bool = True) -> dict[str, dict[str, Any]]:
     """For each kind of row in the data: rows read, rows of each use, and rows left out by reason. Uses and reasons sum
-    to the rows read."""
-    uses = rows_by_use(divided) + Counter((row.kind, row.reason) for row in prepared.dropped)
+    to the rows read; where prompts are shared, `PARTS` and reasons do, and a row has several uses. `rewarded`: whether
+    there is a reward model."""
+    uses = rows_by_use(divided, rewarded) + Counter((row.kind, row.reason) for row in prepared.dropped)
     uses += Counter((example.kind, "tie") for example in prepared.ties)
+    named = tuple(dict.fromkeys((*PARTS, *USES))) if divided.assignment.shared else USES
     return {
         kind: {
             "read": prepared.read[kind],
-            **{use: uses[kind, use] for use in USES},
-            "left_out": {reason: uses[kind, reason] for k, reason in sorted(uses) if k == kind and reason not in USES},
+            **{use: uses[kind, use] for use in named},
+            "left_out": {reason: uses[kind, reason] for k, reason in sorted(uses) if k == kind and reason not in named},
         }
         for kind in KINDS
         if prepared.read[kind]
@@ -156,10 +174,14 @@ def use_table(prepared: Prepared, divided: Divided) -> dict[str, dict[str, Any]]
 
 
 def render(table: Mapping[str, Mapping[str, Any]]) -> str:
-    """`use_table` as text, a column for each kind of row."""
+    """`use_table` as text, a column for each kind of row; of shared prompts the uses are below training and validation,
+    those without rows left out."""
     reasons = sorted({reason for column in table.values() for reason in column["left_out"]})
     lines = [["rows", *(f"{kind}s" for kind in table)]]
-    lines += [[LABELS[use], *(f"{column[use]:,}" for column in table.values())] for use in USES]
+    shared = any("training" in column for column in table.values())
+    for use, label in SHARED_LABELS.items() if shared else ((use, LABELS[use]) for use in USES):
+        if not shared or use in PARTS or any(column[use] for column in table.values()):
+            lines.append([label, *(f"{column[use]:,}" for column in table.values())])
     lines += [
         [
             LABELS.get(reason, f"left out: {reason}"),
@@ -169,7 +191,8 @@ def render(table: Mapping[str, Mapping[str, Any]]) -> str:
     ]
     lines.append(["all", *(f"{column['read']:,}" for column in table.values())])
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
+    text = "\n".join(
         "  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))])
         for first, *rest in lines
     )
+    return f"{text}\n{SHARED_NOTE}" if shared else text

@@ -68,7 +68,7 @@ def model_figures(
 def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str, Any]:
     """The cost of a model beyond SFT model, preference data and reward model: answers sampled and response tokens read
     in its training, and samples for each answer. The policy's cost is that of PPO's whole run. Also the recipe of a
-    method that has several."""
+    method that has several, and `base` for an SFT model that is the base model."""
     method = BY_NAME.get(name)
     parts: list[dict[str, Any]] = [{}]
     if method or name == "policy":
@@ -78,6 +78,8 @@ def costs(stage: Stage[EvaluateParams], name: str, results: Results) -> dict[str
     else:
         is_unknown = name in stage.params.extra_models or name.startswith("round_")
         trained = dict.fromkeys(("samples_generated", "tokens_trained"), None if is_unknown else 0)
+        if name == "sft" and stage.read_json("metrics/sft.json").get("enabled") is False:
+            parts = [{"recipe": "base"}]
     return {**trained, "samples_per_answer": results.best_of, "recipe": parts[-1].get("recipe")}
 
 

@@ -72,15 +72,15 @@ class Cell:
     best: bool = False
 
 
-RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}"}
-"""Display names of methods that are not the published ones."""
+RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}", "base": "{} (the base model)"}
+"""Display names of methods that are not the published ones, and of SFT where it is switched off."""
 
 
 def label(model: str, models: Mapping[str, Figures] = MappingProxyType({})) -> str:
     """The display name of a model; `models` are the figures of all, which say by which recipe a method was trained."""
     recipe = models.get(model, {}).get("recipe")
     if recipe in RECIPES:
-        return RECIPES[recipe].format(BY_NAME[model].label)
+        return RECIPES[recipe].format(label(model))
     if match := BEST_OF.fullmatch(model):
         return f"Best of {match.group(1)}"
     if match := ROUND.fullmatch(model):

@@ -49,7 +49,7 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
             pictures={picture.name: picture for picture in pictures},
             embed=embed,
             colour=colour_of,
-            called=label,
+            called=lambda model: label(model, run.models),
             sampling=run.params.get("evaluate") or {},
             judge=str(run.evaluation.get("judge") or run.judge),
             by_reward_model=percent(run.evaluation.get("win_rate_by_reward_model")),
@@ -97,6 +97,8 @@ def notes(run: Run) -> list[str]:
     texts = [f"Judge: {e['win_rate_judge']}."]
     if "simulated" in str(e["win_rate_judge"]):
         texts.append("The judge is simulated: no person has judged an answer.")
+    if (run.params.get("sft") or {}).get("enabled") is False:
+        texts.append("sft.enabled is false: SFT is the base model as it is, and PPO starts from it.")
     texts.append(
         f"Small figures are 95% bootstrap intervals over the prompts ({count(e.get('bootstrap'))} resamples), paired "
         "by prompt where two models are compared. How much another training seed would change is not in them."

@@ -91,6 +91,7 @@ class _Params(Block):
             )
         self._check_ratings()
         self._check_judge()
+        self._check_sft()
         self._check_world()
         self._check_methods()
         self._check_scorer()
@@ -103,6 +104,8 @@ class _Params(Block):
 
     def _check_quantize(self) -> None:
         blocks = {"sft": self.sft, "reward": self.reward, "ppo": self.ppo, **dict(self.enabled_methods())}
+        if not self.sft.enabled:
+            del blocks["sft"]
         for name, block in blocks.items():
             lora: LoraSettings | None = getattr(block, "lora", None)
             if lora is not None and lora.quantize != "none" and self.precision != "bfloat16":
@@ -158,6 +161,14 @@ class _Params(Block):
             params: Any = getattr(self, method.name)
             if params.enabled:
                 yield method.name, params
+
+    def _check_sft(self) -> None:
+        pretrained = self.base.source == "pretrained" or (self.base.pretrain is not None and self.base.pretrain.steps)
+        if not self.sft.enabled and not pretrained:
+            raise ValueError(
+                "sft.enabled is false, so the policy would start from the random weights of base.source: scratch; set "
+                "base.source: pretrained, or base.pretrain.steps"
+            )
 
     def _check_methods(self) -> None:
         enabled = dict(self.enabled_methods())
@@ -225,7 +236,7 @@ class _Params(Block):
         if self.base.source != "scratch" or self.base.scratch is None:
             return
         context = self.base.scratch.context
-        read = {"sft": self.sft.max_tokens, "reward": self.reward.max_tokens}
+        read = {"reward": self.reward.max_tokens} | ({"sft": self.sft.max_tokens} if self.sft.enabled else {})
         sampled = {"ppo": self.ppo.max_new_tokens, "evaluate": self.evaluate.max_new_tokens}
         if self._samples_pairs:
             sampled["preferences"] = self.preferences.max_new_tokens

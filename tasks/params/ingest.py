@@ -73,8 +73,13 @@ class SplitParams(Block):
     """Shares of the training prompts (they sum to 1), and what is taken from them. In data with demonstrations, pairs
     and bare prompts, each kind goes to its own share; a share without rows of its own kind takes from the others."""
 
+    share: bool | None = None
+    """`true`: SFT, reward model and PPO use all training prompts that have rows of their kind, and `demonstrations`,
+    `preferences` and `ppo` are not used; one set of validation prompts is kept from all three. `false`: a prompt serves
+    one purpose. null: true with fewer than 3,000 training prompts, where a part of them is too few for a reward
+    model."""
     demonstrations: Fraction = 0.5
-    """Share of the training prompts for SFT."""
+    """Share of the training prompts for SFT; with `sft.enabled: false` it goes to the other two."""
     preferences: Fraction = 0.3
     """Share for the pairs of the reward model."""
     ppo: Fraction = 0.2

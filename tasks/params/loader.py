@@ -59,20 +59,26 @@ NUMERICS: dict[str, Any] = {"precision": "float32", "deterministic": True}
 """Parameters outside all blocks that may be absent, and their defaults."""
 
 
-RAW_FILES, ANSWERS = "raw_files", "answers"
+RAW_FILES, ANSWERS, SFT_ENABLED = "raw_files", "answers", "sft_enabled"
 ANSWERING = ("batch_size", "max_new_tokens", "max_prompts", "prompts", "stop_tokens", "temperature")
 """The keys of `evaluate` with which `best_of_n` samples; the others do not concern it."""
 
 
 def with_derived(content: dict[str, Any]) -> dict[str, Any]:
-    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and three that follow from
-    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, `raw_files`, and `answers`,
-    how `evaluate` samples. `check` writes them where DVC can track them."""
+    """The content with the parameters that may be absent, `scorer` and those of `NUMERICS`, and four that follow from
+    the others: `reward_model`, whether one of the terms of `scorer` is the reward model, `sft_enabled`, `raw_files`,
+    and `answers`, how `evaluate` samples. `check` writes them where DVC can track them."""
     scorer = content.get("scorer", DEFAULT)
     terms = [term.get("term") for term in scorer if isinstance(term, dict)] if isinstance(scorer, list) else []
     evaluate = content.get("evaluate")
     answers = {key: evaluate[key] for key in ANSWERING if key in evaluate} if isinstance(evaluate, dict) else {}
-    derived = {REWARD_MODEL: REWARD_MODEL in terms, RAW_FILES: _raw_files(content), ANSWERS: answers}
+    sft = content.get("sft")
+    derived = {
+        REWARD_MODEL: REWARD_MODEL in terms,
+        SFT_ENABLED: not isinstance(sft, dict) or sft.get("enabled") is not False,
+        RAW_FILES: _raw_files(content),
+        ANSWERS: answers,
+    }
     return NUMERICS | content | {"scorer": scorer} | derived
 
 
@@ -100,14 +106,15 @@ def _raw_files(content: dict[str, Any]) -> dict[str, Any]:
 
 def why_switched_off(content: dict[str, Any], stage: str) -> str:
     """Why the stage only writes empty outputs: `enabled` is false, it is for a reward model that is not used, or it
-    would make pairs where the reward model learns from ratings. Empty where it runs."""
+    would make pairs where the reward model learns from ratings. Empty where it runs; `sft` always does, and makes the
+    base model its model where it is not enabled."""
     found = content.get(stage)
     block = found if isinstance(found, dict) else {}
     if stage in MADE_FOR_IT and not with_derived(content)[REWARD_MODEL]:
         return f"`scorer` in {PARAMS_FILE} has no term {REWARD_MODEL}"
     if stage == "preferences" and block.get("source") == "ratings":
         return f"preferences.source is ratings in {PARAMS_FILE}"
-    return f"{stage}.enabled is false in {PARAMS_FILE}" if block.get("enabled") is False else ""
+    return f"{stage}.enabled is false in {PARAMS_FILE}" if block.get("enabled") is False and stage != "sft" else ""
 
 
 def is_switched_off(content: dict[str, Any], stage: str) -> bool:

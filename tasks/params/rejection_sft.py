@@ -37,4 +37,9 @@ class RejectionParams(Block):
             raise ValueError("enabled needs the block `training`, with the keys of `sft`")
         if self.training is not None and self.training.processes > 1:
             raise ValueError("training.processes must be 1: this stage runs in one process")
+        if self.training is not None and (not self.training.enabled or self.training.turns != "last"):
+            raise ValueError(
+                "training.enabled and training.turns are for `sft` alone: this stage trains on the answers that it has "
+                "sampled; remove them"
+            )
         return self

@@ -11,12 +11,13 @@ REWARD = "The score that PPO maximises"
 
 
 class Demonstrations(Split):
-    """Answers that SFT imitates."""
+    """Answers that SFT imitates; empty with `sft.enabled: false`."""
 
     response: object = column("non-empty text", "The answer")
 
     class Config(Split.Config):
         unique_by = {"names": ("prompt_id", "response")}
+        metadata = {"may_be_empty": True}
 
 
 class RawPairs(Pairs):

@@ -38,12 +38,12 @@ Failure = tuple[int, str]
 
 def requested_processes(content: dict[str, Any], stage: str) -> int:
     """`processes` of a stage in the content of params.yaml; of a variant of PPO those of `ppo` unless its settings say
-    otherwise. 1 where the content is not valid, which the stage itself reports."""
+    otherwise. 1 where the stage does not train, and where the content is not valid, which the stage itself reports."""
     with suppress(AttributeError, KeyError, TypeError):
         settings = content[stage]
         if stage in VARIANTS:
             settings = content["ppo"] | (settings.get("settings") or {})
-        count = settings.get("processes", 1)
+        count = 1 if settings.get("enabled") is False else settings.get("processes", 1)
         return count if isinstance(count, int) else 1
     return 1
 

@@ -90,6 +90,23 @@ def test_the_loss_is_the_mean_over_response_tokens_of_all_rows(kind: str, build_
     assert math.isnan(response_loss(model, [], PAD, 2))
 
 
+def test_only_the_counted_tokens_of_a_conversation_are_imitated(build_lm: Build, make_run: MakeRun) -> None:
+    """By hand: the same as one row for each turn, with all before it as its prompt."""
+    talk = [3, 5, 4, 10, 11, END, 3, 6, 4, 12, 13, 14, END]
+    turns = [(3, 6), (9, 13)]
+    counted = [any(start <= place < end for start, end in turns) for place in range(3, len(talk))]
+    whole = Demonstration(talk[:3], talk[3:], counted)
+    apart = [Demonstration(talk[:start], talk[start:end]) for start, end in turns]
+    assert whole.tokens == sum(row.tokens for row in apart) == 7
+    model, short = build_lm(), TRAINING[0]
+    together = response_loss(model, [whole, short], PAD, 4)
+    assert together == pytest.approx(response_loss(model, [*apart, short], PAD, 4), abs=1e-5)
+    assert together != pytest.approx(response_loss(model, [replace(whole, counted=None), short], PAD, 4), abs=1e-3)
+    rows, config = [whole, short] * 2, settings(batch_size=4, micro_batch_size=2, epochs=1)
+    result = fine_tune(model, rows, VALIDATION, config, PAD, make_run())
+    assert result.log[0]["loss"] == pytest.approx(together, abs=1e-3)
+
+
 def test_the_training_loss_is_token_weighted_whatever_the_micro_batch(build_lm: Build, make_run: MakeRun) -> None:
     """Rows of 1 to 9 tokens: a mean of micro-batch means would train another model."""
     models, logs = {}, {}

@@ -39,7 +39,10 @@ def base(make_stage: Callable[..., Stage[Any]]) -> Base:
 
     def make(**pair: Any) -> dict[str, bytes]:
         rows = {path: [] for path in SCHEMAS if path.startswith("data/ingest/")} | {
-            DEMONSTRATIONS: [{**ROW, "response": text} for text in ("good morning", "good evening") * 10],
+            DEMONSTRATIONS: [
+                {**ROW, "prompt_id": f"{place}", "response": text}
+                for place, text in enumerate(("good morning", "good evening") * 10)
+            ],
             PAIRS: [{**ROW, **pair}] if pair else [],
         }
         state = f"base-{pair.get('from_labels')}"

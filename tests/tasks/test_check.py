@@ -69,6 +69,7 @@ def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., di
         *(method.name for method in METHODS),
         "scorer",
         "reward_model",
+        "sft_enabled",
         "precision",
         "deterministic",
         "raw_files",

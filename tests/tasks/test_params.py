@@ -49,6 +49,19 @@ def test_rule_32_only_the_demos_models_have_a_large_eps(path: Path) -> None:
     assert params.ppo.optimizer.eps == (1e-5 if params.ingest.source == "demo" else 1e-8)
 
 
+def test_without_sft_the_base_model_must_be_trained(content: Content) -> None:
+    """Settings of SFT may stand beside it; the stage runs, and `ingest` and `check_data` follow it."""
+    put(content, "sft.enabled", False)
+    parse(Params, content)
+    assert not is_switched_off(content, "sft")
+    assert with_derived(content)["sft_enabled"] is False
+    assert all(with_derived({"sft": block})["sft_enabled"] for block in ({}, {"enabled": True}, None))
+    put(content, "sft.max_tokens", 10_000)
+    parse(Params, content)
+    with pytest.raises(UserError, match=r"sft\.enabled is false, so the policy would start from the random weights of"):
+        parse(Params, put(content, "base.pretrain.steps", 0))
+
+
 def test_a_removed_key_is_refused_by_name(content: Content) -> None:
     with pytest.raises(UserError, match=r"dataloader_workers has no effect any more: .*; remove it"):
         parse(Params, put(content, "runtime.dataloader_workers", 0))
@@ -144,6 +157,10 @@ REFUSED = [
     ("round", {"part": 0.5}, "round.part: unknown parameter"),
     ("best_of_n.n", [4, 2], "best_of_n: n must rise"),
     ("rejection_sft.training", None, "rejection_sft: enabled needs the block `training`"),
+    ("rejection_sft.training.turns", "all", "rejection_sft: training.enabled and training.turns are for `sft` alone"),
+    ("rejection_sft.training.enabled", False, "rejection_sft: training.enabled and training.turns are for `sft` alone"),
+    ("sft.turns", "first", "sft.turns: Input should be 'last' or 'all' (got 'first')"),
+    ("ingest.split.share", 0.5, "ingest.split.share: Input should be a valid boolean"),
     ("select", {"rule": "best_proxy", "prompts": 0}, "select: rule best_proxy compares snapshots"),
     ("judge.kind", "model", "judge: kind: model needs the name of a folder"),
     (

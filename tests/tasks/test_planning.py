@@ -131,6 +131,21 @@ def test_rows_of_the_demo_are_known_before_it_is_made(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_rows_of_shared_prompts_and_without_sft(tmp_path: Path) -> None:
+    """400 prompts, 40 of them held out and 36 of the others for validation; PPO has those that train."""
+    shared = {"ingest": {"split": {"share": True}}}
+    assert rows(shared, tmp_path) == {
+        "demonstrations": 360, "pairs": 0, "ratings": 360, "preference_prompts": 360, "ppo_prompts": 324, "heldout": 40,
+    }  # fmt: skip
+    assert rows({"ingest": {"split": {"share": None}}}, tmp_path) == rows(shared, tmp_path)
+    off = {"sft": {"enabled": False}}
+    assert rows(off, tmp_path) == {
+        "demonstrations": 0, "pairs": 0, "ratings": 216, "preference_prompts": 216, "ppo_prompts": 144, "heldout": 40,
+    }  # fmt: skip
+    assert "sft" not in {stage.name for stage in stages_of(params(off), SMALL, None)}
+    assert disk_of(SMALL, params(off))["models"] == disk_of(SMALL, params({}))["models"] - 4 * SMALL.parameters
+
+
 def test_without_data_nothing_is_zero(tmp_path: Path) -> None:
     """Neither rows nor seconds; the sum says so."""
     assert rows(FILES, tmp_path) is None

@@ -171,10 +171,11 @@ def _parsed(text: str, where: str) -> Mapping[str, Any]:
 
 
 def comparable(params: Mapping[str, str]) -> dict[str, str]:
-    """The parameters that can change a figure, with the defaults of those that params.yaml lacks. A block with only
-    `enabled: false` is the same as none."""
+    """The parameters that can change a figure, with the defaults of those that params.yaml lacks. A method's block with
+    only `enabled: false` is the same as none."""
     blocks = Counter(key.partition(".")[0] for key in params)
-    off = {f"{name}.enabled" for name, keys in blocks.items() if keys == 1 and params.get(f"{name}.enabled") == "false"}
+    alone = [name for name, keys in blocks.items() if keys == 1 and name != "sft"]
+    off = {f"{name}.enabled" for name in alone if params.get(f"{name}.enabled") == "false"}
     return {
         key: value
         for key, value in filled({key: value for key, value in params.items() if key not in off}).items()

@@ -90,6 +90,9 @@ def import_data(
     log(f"  ingest.files.path: {json.dumps(target.name)}    (or a list of names)")
     if any(example.rating is not None for example in examples):
         log("  ingest.rating_column: label, preferences.source: ratings    (the reward model learns from the labels)")
+    if all(example.kind == "prompt" for example in examples):
+        log("  sft.enabled: false    (there is no answer to imitate: the base model must answer already)")
+        log("  scorer: [{term: FILE.py, weight: 1.0}]    (a function below rewards/: there are no pairs)")
     return target, examples
 
 
@@ -119,7 +122,7 @@ def describe(data: Path, source: Path, root: Path, log: Log) -> tuple[list[Examp
     their place in `source`; `log` lists them before."""
     names = {path: path.relative_to(data if data.is_dir() else data.parent).as_posix() for path in data_files(data)}
     called = {path: str(source / name if source.is_dir() else source) for path, name in names.items()}
-    split, tokenizer = _of_the_run(root)
+    split, sft, tokenizer = _of_the_run(root)
     params = IngestParams(source="files", seed=1, files=FilesParams(path="data"), split=split, on_leak="drop")
     whole = read_files(called, FilesParams(path="data"), log)
     examples = [example.cut(params.opening_words) for example in whole]
@@ -143,32 +146,36 @@ def describe(data: Path, source: Path, root: Path, log: Log) -> tuple[list[Examp
         lines.append(f"{len(dropped)} rows that ingest leaves out (ingest.on_bad_row: refuse stops instead): {found}")
     if leaks := cleaning.find_leaks(kept):
         lines.append(cleaning.list_leaks(leaks, lines.append))
-    if not any(example.kind == "pair" and not example.heldout for example in examples):
+    if not (paired := any(example.kind == "pair" and not example.heldout for example in examples)):
         lines.append(
-            "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)"
+            "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column); a "
+            "function as reward needs none (scorer)"
         )
+    answered = any(example.kind != "prompt" for example in examples)
     try:
-        prepared = arrange(examples, [], params, lines.append)
-        lines += render(use_table(prepared, divide(prepared.kept, prepared.assignment, params.seed))).splitlines()
+        prepared = arrange(examples, [], params, lines.append, sft and answered)
+        divided = divide(prepared.kept, prepared.assignment, params.seed)
+        lines += render(use_table(prepared, divided, paired or answered)).splitlines()
     except UserError as error:
         lines.append(f"by itself this is too little for a run: {error}")
     return kept, lines + summary(kept, tokenizer)
 
 
-def _of_the_run(root: Path) -> tuple[SplitParams, "PreTrainedTokenizerBase | None"]:
-    """The shares that params.yaml has for own data, and the tokenizer of its model where that is in a folder here."""
+def _of_the_run(root: Path) -> tuple[SplitParams, bool, "PreTrainedTokenizerBase | None"]:
+    """The shares that params.yaml has for own data, whether SFT trains, and the tokenizer of its model where that is in
+    a folder here."""
     try:
         params = parse(Params, read_yaml(root / PARAMS_FILE))
     except UserError:  # it is reported by the stage `check`
-        return SPLIT, None
+        return SPLIT, True, None
     split = SPLIT if params.ingest.source == "demo" else params.ingest.split
     folder = root / RAW / params.base.pretrained.model if params.base.pretrained else None
     if params.base.source != "pretrained" or folder is None or not folder.is_dir():
-        return split, None
+        return split, params.sft.enabled, None
     from rlhf_core.data.tokenizer import complete, read_tokenizer  # imports transformers
 
     tokenizer = read_tokenizer(folder, trust_remote_code=params.trust_remote_code)
-    return split, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
+    return split, params.sft.enabled, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:

@@ -14,6 +14,7 @@ from flows.params_file import MARK, digest_of, require_room
 from rlhf_core.errors import UserError
 from tasks.datasets.problems import Log
 from tasks.datasets.sources.example import Example
+from tasks.datasets.sources.splits import FEW_PROMPTS
 from tasks.params.loader import PARAMS_FILE
 
 FULL = Path("examples/own-data.yaml")
@@ -105,7 +106,9 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
         return float(f"{steps / max(rows / batch, 1.0):.2g}")
 
     sft_batch, reward_batch = 16 * CONTEXTS[0] // context, 8 * CONTEXTS[0] // context
-    sft_rows = 0.45 * fit.get("demonstration", fit["pair"])  # the shares of ingest.split without validation
+    shared = sum(not example.heldout for example in examples) < FEW_PROMPTS
+    of_sft, of_reward = (0.9, 0.63) if shared else (0.45, 0.2)  # of the rows, by ingest.split, without validation
+    sft_rows = of_sft * fit.get("demonstration", fit["pair"])
     typical = median(answer for tokens, answer in answers if tokens <= context)
     new_tokens = min(max(ceil(1.25 * typical / 32) * 32, context // 4), context // 2)
     sampled = {f"{stage}.max_new_tokens": new_tokens for stage in ("ppo", "evaluate")}
@@ -119,5 +122,5 @@ def small_values(examples: Sequence[Example]) -> dict[str, Any]:
         "sft.micro_batch_size": sft_batch,
         "sft.epochs": epochs(SFT_STEPS, sft_rows, sft_batch),
         "reward.batch_size": reward_batch,
-        "reward.epochs": epochs(REWARD_STEPS, 0.2 * fit["pair"], reward_batch),
+        "reward.epochs": epochs(REWARD_STEPS, of_reward * fit["pair"], reward_batch),
     }

@@ -16,6 +16,8 @@ from tasks.datasets.sources.splits import Assignment, Share, rank
 USES = ("sft_train", "sft_validation", "reward_train", "reward_validation", "ppo", "heldout")
 """Uses of a row. reward_*: as a pair; in data without pairs, as a prompt with sampled answers that are judged, or
 with its rating."""
+PARTS = ("training", "validation", "heldout")
+"""What a row with several uses is for, where prompts are shared; each row that is used counts under one of them."""
 REPEATED, ELSEWHERE, TOO_LOW = "repeated", "used_elsewhere", "rated_too_low"
 """Why a clean row is not used: another row has the same prompt (for SFT: the same prompt and answer), its prompt was
 drawn for a use that this kind of row does not fit, or its answer is rated too low to imitate."""
@@ -23,7 +25,8 @@ drawn for a use that this kind of row does not fit, or its answer is rated too l
 
 @dataclass(frozen=True)
 class Divided:
-    """Clean examples by share, in the order of the splits' hash; equal prompts are adjacent."""
+    """Clean examples by share, in the order of the splits' hash; equal prompts are adjacent. Where prompts are shared,
+    an example is in several shares."""
 
     shares: dict[Share, list[Example]]
     assignment: Assignment
@@ -42,14 +45,15 @@ def divide(
     labels: Iterable[Example] = (),
     rating_column: str | None = None,
 ) -> Divided:
-    """Every example in the share of its opening, and the labelled pairs that are added."""
+    """Every example in the shares of its opening, and the labelled pairs that are added."""
 
     def place(e: Example) -> tuple[object, ...]:
         return rank(seed, e.opening), e.prompt_id, e.kind, e.answers, e.annotator or ""
 
     shares: dict[Share, list[Example]] = {"heldout": [], "demonstrations": [], "preferences": [], "ppo": []}
     for example in examples:
-        shares[assignment.share[example.opening]].append(example)
+        for name in assignment.share[example.opening]:
+            shares[name].append(example)
     for members in shares.values():
         members.sort(key=place)
     added = list(labels)
@@ -97,11 +101,18 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
     }
 
 
-def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
-    """How many rows of each kind have each of `USES`, or are `REPEATED` or used `ELSEWHERE`; every example counts
-    once."""
+def rows_by_use(divided: Divided, rewarded: bool = True) -> Counter[tuple[Kind, str]]:
+    """How many rows of each kind have each of `USES`, or are `REPEATED` or used `ELSEWHERE`. Every example counts once;
+    where prompts are shared, under each of its uses, and once under one of `PARTS` or why it has no use. `rewarded`:
+    whether there is a reward model; shared prompts then do not count as its."""
     has_pairs = any(example.kind == "pair" for example in divided.shares["preferences"])
+    shared = divided.assignment.shared
     found = Counter((e.kind, f"reward_{divided.assignment.split(e)}") for e in divided.labels)
+    if shared:
+        found += Counter(
+            (e.kind, "training" if divided.assignment.split(e) == "train" else "validation") for e in divided.labels
+        )
+    uses: dict[int, tuple[Example, set[str]]] = {}
     for share, members in divided.shares.items():
         for _, same_prompt in groupby(members, key=attrgetter("prompt_id")):
             seen: set[str | None] = set()
@@ -110,7 +121,16 @@ def rows_by_use(divided: Divided) -> Counter[tuple[Kind, str]]:
                 if share == "preferences" and divided.rating_column is not None:
                     rated = rating_of(example, divided.rating_column) is not None
                     use = f"reward_{divided.assignment.split(example)}" if rated else ELSEWHERE
-                found[example.kind, use] += 1
+                if shared:
+                    uses.setdefault(id(example), (example, set()))[1].add(use)
+                else:
+                    found[example.kind, use] += 1
+    for example, of_one in uses.values():
+        validates = bool(of_one & {"sft_validation", "reward_validation"})
+        served = [use for use in of_one if use in USES and (rewarded or not use.startswith("reward_"))]
+        part = "heldout" if "heldout" in of_one else "validation" if validates else "training" if served else ""
+        reason = next((why for why in (TOO_LOW, REPEATED) if why in of_one), ELSEWHERE)
+        found.update((example.kind, use) for use in [*(use for use in served if use not in PARTS), part or reason])
     return found
 
 

@@ -11,7 +11,7 @@ from tasks.datasets.sources.example import Example
 from tasks.datasets.sources.shapes import normalise
 from tasks.params.ingest import IngestParams
 
-SPLIT = {"demonstrations": 0.5, "preferences": 0.3, "ppo": 0.2, "heldout": 0.1, "validation": 0.1}
+SPLIT = {"share": False, "demonstrations": 0.5, "preferences": 0.3, "ppo": 0.2, "heldout": 0.1, "validation": 0.1}
 
 
 @pytest.fixture

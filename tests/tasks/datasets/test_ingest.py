@@ -21,6 +21,7 @@ from tasks.datasets.raw import TEXTS as PTX
 from tasks.params.ingest import IngestParams
 from tasks.schemas.validation import load
 from tasks.stage.outputs import Outputs
+from tests.tasks.datasets.conftest import SPLIT
 
 DATASETS = ("demonstrations", "pairs", "preference_prompts", "ppo_prompts", "heldout")
 PAIRS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(100)]
@@ -31,14 +32,14 @@ def execute(tmp_path, monkeypatch):
     """Run the stage's own work in an empty repository; returns the rows of each dataset and the metrics."""
     monkeypatch.chdir(tmp_path)
 
-    def call(params: IngestParams, prompts=None, texts=(), pretrained=None):
+    def call(params: IngestParams, prompts=None, texts=(), pretrained=None, sft=True, rewarded=True):
         metrics = {}
         named = {"prompts": prompts, "texts": texts, "pretrained": pretrained}
         names = (*DATASETS, "ratings", "evaluation_prompts", "dropped")
         outputs = Outputs(tmp_path, [*(f"data/ingest/{name}.jsonl" for name in names), PTX, PRETRAINED])
         stage = SimpleNamespace(
             params=params,
-            blocks={"raw_files": named},
+            blocks={"raw_files": named, "sft_enabled": sft, "reward_model": rewarded},
             out=outputs.path,
             state_dir=tmp_path / "work",
             outputs=outputs,
@@ -414,3 +415,67 @@ def test_ratings_that_do_not_differ_are_refused_before_anything_runs(params, raw
     require_ratings(prepared, None)
     with pytest.raises(UserError, match=rf"rating_column is {column}, but the reward model's train split has no two"):
         require_ratings(prepared, column)
+
+
+def test_shared_prompts_serve_sft_reward_model_and_ppo(execute, params, raw, capsys):
+    """A row has several uses; training, validation, held out and left out sum to the rows read."""
+    doubled = {**PAIRS[7], "chosen": "another good one"}
+    raw(train=[*PAIRS, doubled, {"prompt": "q", "chosen": "same", "rejected": "same"}])
+    made = execute(params(split={**SPLIT, "share": True}))
+    training = {row["prompt_id"] for row in made.pairs if row["split"] == "train"}
+    validation = {row["prompt_id"] for row in made.pairs if row["split"] == "validation"}
+    assert (len(training), len(validation)) == (81, 9)
+    for rows in (made.demonstrations, made.preference_prompts):
+        assert {row["prompt_id"] for row in rows if row["split"] == "train"} == training
+        assert {row["prompt_id"] for row in rows if row["split"] == "validation"} == validation
+    assert prompts_of(made.ppo_prompts) == training
+    assert prompts_of(made.heldout).isdisjoint(training | validation)
+    column = made.metrics["rows_by_use"]["pair"]
+    parts = column["training"] + column["validation"] + column["heldout"]
+    assert parts + sum(column["left_out"].values()) == column["read"] == 102
+    assert (column["reward_train"], column["reward_validation"]) == (len(made.pairs) - 9, 9)
+    assert column["ppo"] == len(made.ppo_prompts)
+    assert column["sft_train"] + column["sft_validation"] == len(made.demonstrations)
+    assert made.metrics["shared_prompts"] is True
+    printed = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in printed[:8]] == [
+        "rows pairs",
+        "training 82",
+        "of these SFT 82",
+        "of these reward model 82",
+        "of these PPO prompts 81",
+        "validation 9",
+        "of these SFT 9",
+        "of these reward model 9",
+    ]
+    assert any(line.startswith("prompts are shared (ingest.split.share)") for line in printed)
+
+
+def test_few_prompts_are_shared_by_default(execute, params, raw):
+    raw(train=PAIRS)
+    assert execute(params(split={})).metrics["shared_prompts"] is True
+    assert "shared_prompts" not in execute(params()).metrics
+
+
+def test_prompts_alone_without_sft(execute, params, raw, capsys):
+    """PPO has the training prompts, `select` the validation prompts, and without a reward model none is its."""
+    raw(train=[{"prompt": f"question {i}"} for i in range(100)])
+    with pytest.raises(UserError, match=r"SFT needs demonstrations.*; or set sft\.enabled: false"):
+        execute(params(split={}))
+    capsys.readouterr()
+    made = execute(params(split={}), sft=False, rewarded=False)
+    assert (made.demonstrations, made.pairs) == ([], [])
+    assert (len(made.ppo_prompts), len(made.heldout)) == (81, 10)
+    assert sum(row["split"] == "validation" for row in made.preference_prompts) == 9
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:6] == [
+        "rows prompts",
+        "training 81",
+        "of these PPO prompts 81",
+        "validation 9",
+        "held out 10",
+        "all 100",
+    ]
+    apart = execute(params(), sft=False)
+    assert len(apart.ppo_prompts) == 36, "0.2 of 0.5"
+    assert len(apart.preference_prompts) == 54

@@ -167,8 +167,9 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
         "row 21)",
         "leaked held-out prompts: 1 training rows open like a held-out row, first train.jsonl row 4 = test/test.jsonl "
         "row 1 ('question 3'); remove them, or set ingest.on_leak: drop to leave the training rows out",
-        "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column)",
-        "rows                      demonstrations  pairs",
+        "no pairs (prompt, chosen, rejected): a reward model needs them, or ratings (ingest.rating_column); a function "
+        "as reward needs none (scorer)",
+        "rows                     demonstrations  pairs",
     ]
     table = [line.split() for line in printed]
     assert ["left", "out:", "duplicate", "2", "0"] in table
@@ -182,6 +183,20 @@ def test_it_prints_what_was_found_and_the_lines_of_params_yaml(source, root, add
         "set in params.yaml (examples/own-data.yaml is a complete file to start from):",
         "  ingest.source: files",
         '  ingest.files.path: "chats"    (or a list of names)',
+    ]
+
+
+def test_prompts_alone_are_enough_without_sft_and_reward_model(tmp_path, root, added, capsys):
+    write_jsonl(tmp_path / "questions.jsonl", [{"prompt": f"What is {number}?"} for number in range(100)])
+    import_data(tmp_path / "questions.jsonl", root)
+    printed = capsys.readouterr().out.splitlines()
+    table = [" ".join(line.split()) for line in printed]
+    assert "rows prompts" in table
+    assert "of these PPO prompts 81" in table
+    assert not any("reward model" in line and "of these" in line for line in printed)
+    assert printed[-2:] == [
+        "  sft.enabled: false    (there is no answer to imitate: the base model must answer already)",
+        "  scorer: [{term: FILE.py, weight: 1.0}]    (a function below rewards/: there are no pairs)",
     ]
 
 

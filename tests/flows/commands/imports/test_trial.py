@@ -61,9 +61,9 @@ def test_the_file_is_valid_and_differs_from_the_full_one_in_the_small_values_onl
         "sft.learning_rate": 0.004,
         "sft.warmup_steps": 5,
         "sft.batch_size": 16,
-        "sft.epochs": 1.8,  # 100 steps of 16 rows, of 0.45 · 2,000
+        "sft.epochs": 0.89,  # 100 steps of 16 rows, of 0.9 · 2,000
         "reward.batch_size": 8,
-        "reward.epochs": 0.6,  # 30 steps of 8 rows, of 0.2 · 2,000
+        "reward.epochs": 0.19,  # 30 steps of 8 rows, of 0.63 · 2,000
         "ppo.steps": 6,
         "evaluate.max_prompts": 40,
     }
@@ -106,10 +106,12 @@ def test_lengths_follow_the_data(project, examples, context, answer, batch):
 
 
 def test_steps_do_not_depend_on_the_number_of_rows():
-    assert small_values(rows(20, 300))["sft.epochs"] == 100, "nine rows are one batch"
+    assert small_values(rows(20, 300))["sft.epochs"] == 89, "18 rows are more than one batch"
     assert small_values(rows(200_000, 300))["sft.epochs"] == 0.018, "100 steps of 16 rows, of 90,000"
     found = small_values(rows(400, 300) + rows(2000, 300, "demonstration"))
-    assert (found["sft.epochs"], found["reward.epochs"]) == (1.8, 3.0), "SFT takes the demonstrations"
+    assert (found["sft.epochs"], found["reward.epochs"]) == (0.89, 0.95), "SFT takes the demonstrations"
+    found = small_values(rows(1400, 300) + rows(2000, 300, "demonstration"))
+    assert (found["sft.epochs"], found["reward.epochs"]) == (1.8, 0.86), "many prompts are not shared"
 
 
 @pytest.mark.parametrize(
