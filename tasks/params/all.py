@@ -141,10 +141,12 @@ class _Params(Block):
             )
 
     def _check_judge(self) -> None:
-        if self.judge.function in {term.term for term in self.scorer if term.weight}:
+        named = {"function": self.judge.function, "reward_model": self.judge.model}.get(self.judge.kind)
+        if named in {term.name for term in self.scorer if term.weight}:
+            key, other = ("function", "file") if self.judge.kind == "function" else ("model", "folder")
             raise ValueError(
-                f"judge.function is {self.judge.function}, a term of scorer: a judge must not be what PPO maximises. "
-                "Name another file, or set judge.kind: data: without a judge the scorer compares the answers"
+                f"judge.{key} is {named}, a term of scorer: a judge must not be what PPO maximises. "
+                f"Name another {other}, or set judge.kind: data: without a judge the scorer compares the answers"
             )
         if self.select.rule == "best_judge" and self.judge.kind == "data" and self.ingest.source != "demo":
             raise ValueError(
