@@ -375,6 +375,13 @@ def _require_scalar_class(config: PreTrainedConfig) -> None:
         )
 
 
+def require_scalar_head(config: PreTrainedConfig) -> None:
+    """Raise UserError for an architecture whose sequence classifier has no scalar head that reads the last token."""
+    _require_scalar_class(config)
+    with torch.device("meta"):
+        scalar_head(AutoModelForSequenceClassification.from_config(config))
+
+
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:
     """A scalar model with the policy's own body, not a copy, under the given head."""
     left_out = ("model_type", "id2label", "label2id")

@@ -182,6 +182,11 @@ class _Params(Block):
             if name in VARIANTS
         }
         for key, config in loops.items():
+            if config.needs_critic_model and config.critic.init == "reward" and self.reward.base is not None:
+                raise ValueError(
+                    f"{key}critic.init is reward: a critic reads the policy's tokens, and the reward model on "
+                    "reward.base reads others; set it to sft"
+                )
             if config.needs_critic_model and config.critic.init == "reward" and not is_reward_model(self.scorer):
                 raise ValueError(
                     f"{key}critic.init is reward: a critic that starts as the reward model predicts its score, and "
