@@ -37,7 +37,7 @@ def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project") -
 
     policy, reward = (load_tokenizer(project.root / folder) for folder in ("models/sft", "models/reward"))
     assert not same_tokens(policy, reward)
-    assert list(project.json("data/ingest/reward_base.json"))[0] == "chat_template.jinja"
+    assert next(iter(project.json("data/ingest/reward_base.json"))) == "chat_template.jinja"
     inputs = json.loads((project.root / "models/reward.provenance.json").read_text())["inputs"]
     assert "data/ingest/reward_base.json" in inputs
     with (project.root / "plots/ppo.csv").open(newline="") as file:
