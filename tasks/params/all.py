@@ -232,7 +232,9 @@ class _Params(Block):
         if self.base.source != "scratch" or self.base.scratch is None:
             return
         context = self.base.scratch.context
-        read = {"sft": self.sft.max_tokens, "reward": self.reward.max_tokens}
+        read = {"sft": self.sft.max_tokens}
+        if self.reward.base is None:  # else it reads tokens of its own, in a context of its own
+            read["reward"] = self.reward.max_tokens
         sampled = {"ppo": self.ppo.max_new_tokens, "evaluate": self.evaluate.max_new_tokens}
         if self._samples_pairs:
             sampled["preferences"] = self.preferences.max_new_tokens

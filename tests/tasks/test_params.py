@@ -394,6 +394,8 @@ def test_a_critic_does_not_start_from_a_reward_model_with_other_tokens(content: 
     with pytest.raises(UserError, match=r"ppo\.critic\.init is reward: .* reward\.base reads others; set it to sft"):
         parse(Params, content)
     assert parse(Params, put(content, "ppo.critic.init", "sft")).reward.base == "other"
+    put(content, "reward.max_tokens", 5000)
+    assert parse(Params, content).reward.max_tokens == 5000, "in a context of its own"
 
 
 def test_the_limits_themselves_are_valid(content: Content) -> None:
