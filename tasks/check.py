@@ -14,7 +14,7 @@ from rlhf_core.functions.process import RewardFunction
 from tasks.params.all import Params
 from tasks.params.loader import ANSWERS, NUMERICS, RAW_FILES, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
-from tasks.params.scorer import FOLDER, JUDGES, REWARD_MODEL, functions
+from tasks.params.scorer import FOLDER, JUDGES, REWARD_MODEL, TextModel, functions
 from tasks.stage.stage import Stage
 
 CONSTANT = "data/check.ok"
@@ -47,8 +47,9 @@ def execute(stage: Stage[Block]) -> None:
         function = RewardFunction(stage.root / FOLDER, file, limits.timeout_seconds, limits.memory_mb, key)
         function(Answers([], []))
         function.close()
-    models = [(term.model, term, "scorer") for term in params.scorer if term.model]
-    models += [(params.judge.model, params.judge, "judge.model")] if params.judge.kind == "reward_model" else []
+    models: list[tuple[str, TextModel, str]] = [(term.model, term, "scorer") for term in params.scorer if term.model]
+    if params.judge.kind == "reward_model" and params.judge.model is not None:
+        models.append((params.judge.model, params.judge, "judge.model"))
     for name, how, key in models:
         conversation = how.reads is None and params.base.format == "chat"
         require_classifier(stage.root / JUDGES / name, how.label, conversation, f"{key}: {JUDGES}/{name}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -93,7 +93,7 @@ class TextScorer:
         body, known = self.model.base_model, [context_length(self.model)]
         if self.tokenizer.model_max_length < UNLIMITED:
             known.append(self.tokenizer.model_max_length)
-        positions = getattr(getattr(body, "embeddings", None), "position_embeddings", None)
+        positions: Any = getattr(getattr(body, "embeddings", None), "position_embeddings", None)
         if getattr(positions, "padding_idx", None) is not None:  # RoBERTa counts positions from behind that of padding
             known.append(positions.num_embeddings - positions.padding_idx - 1)
         return min(known)
@@ -161,7 +161,8 @@ def require_fit(name: str, tokens: int, context: int) -> None:
 def require_room(scorer: object, prompts: Sequence[Conversation], max_new_tokens: int) -> None:
     """Raise UserError unless each model in the scorer that has a tokenizer of its own has room for each prompt and
     `max_new_tokens` of its tokens."""
-    for one in (*parts_of(scorer, RewardModelScorer), *parts_of(scorer, TextScorer)):
+    models: list[RewardModelScorer | TextScorer] = [*parts_of(scorer, RewardModelScorer), *parts_of(scorer, TextScorer)]
+    for one in models:
         one.require_room(prompts, max_new_tokens)
 
 
