@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.tokenizer import complete, continues_text, load_tokenizer, read_tokenizer
+from rlhf_core.data.tokenizer import complete, continues_text, load_tokenizer, read_tokenizer, same_tokens
 from rlhf_core.determinism import permutation, stream
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
@@ -55,10 +55,10 @@ class Fitted:
 
 def execute(stage: Stage[RewardConfig]) -> None:
     """Make models/reward, metrics/reward.json and the tables of plots."""
-    base, tokenizer = base_of(stage)
+    base, tokenizer, as_text = base_of(stage)
     with loading(base):
         config = load_config(base, trust_remote_code=trusts(stage))
-    limit, as_text = min(stage.params.max_tokens, context_of(config)), base != stage.root / SFT
+    limit = min(stage.params.max_tokens, context_of(config))
     rated = bool(stage.read(RATINGS))
     read = rated_comparisons if rated else partial(comparisons, as_text=as_text)
     training, too_long = read(stage, tokenizer, "train", limit)
@@ -90,12 +90,13 @@ def execute(stage: Stage[RewardConfig]) -> None:
     stage.write_metrics({**metrics, "pairs_too_long": too_long + also_too_long})
 
 
-def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase]:
-    """The folder of the model that the reward model is trained on, and its tokenizer. Raises UserError for a
-    `reward.base` that is not what `ingest` has noted, or has no scalar model."""
+def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase, bool]:
+    """The folder of the model that the reward model is trained on, its tokenizer, and whether that is another one than
+    the policy's, so that it reads sampled answers as text. Raises UserError for a `reward.base` that is not what
+    `ingest` has noted, or has no scalar model."""
     tokenizer, name = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage)), stage.params.base
     if name is None:
-        return stage.root / SFT, tokenizer
+        return stage.root / SFT, tokenizer, False
     folder = as_noted(stage.root / "data" / "raw", name, stage.read_json(REWARD_BASE), "reward.base")
     with loading(folder):
         require_scalar_head(load_config(folder, trust_remote_code=trusts(stage)))
@@ -103,7 +104,7 @@ def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase]:
     completed, repairs = complete(own, str(tokenizer.pad_token), continues_text(tokenizer))
     for repair in repairs:
         stage.log(f"tokenizer of reward.base repaired: {repair}")
-    return folder, completed
+    return folder, completed, not same_tokens(completed, tokenizer)
 
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:
