@@ -13,7 +13,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.hf import build_llama, context_length, fit_vocabulary, load_causal_lm, save_checkpoint
 from rlhf_core.models.sampling import require_cache
 from rlhf_core.pretrain import pretrain
-from tasks.datasets.raw import PRETRAINED, below_raw, hashes_of_files, require_hub_id
+from tasks.datasets.raw import PRETRAINED, as_noted, below_raw, require_hub_id
 from tasks.params.base import BaseParams, PretrainedParams
 from tasks.stage.long_rows import require_context
 from tasks.stage.stage import Stage
@@ -106,12 +106,7 @@ def _locate(settings: PretrainedParams, root: Path, noted: dict[str, str]) -> Pa
     key = "base.pretrained.model"
     folder = below_raw(root / "data" / "raw", settings.model, key)
     if folder.is_dir() or noted:
-        if hashes_of_files(root / "data" / "raw", settings.model) != noted:
-            raise UserError(
-                f"{key}: {folder.relative_to(root)} has other files than when `ingest` ran; run `ingest` again, or get "
-                "the files by `dvc pull`"
-            )
-        return folder
+        return as_noted(root / "data" / "raw", settings.model, noted, key)
     require_hub_id(settings.model, key)
     if not COMMIT.fullmatch(settings.revision or ""):
         raise UserError(

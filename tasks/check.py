@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from typing import Any
 
 from rlhf_core.config.block import Block
+from rlhf_core.data.classifiers import require_classifier
 from rlhf_core.data.scorer import Answers
 from rlhf_core.errors import needs_bitsandbytes
 from rlhf_core.functions.process import RewardFunction
 from tasks.params.all import Params
 from tasks.params.loader import ANSWERS, NUMERICS, RAW_FILES, SFT_ENABLED, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
-from tasks.params.scorer import FOLDER, REWARD_MODEL, functions
+from tasks.params.scorer import FOLDER, JUDGES, REWARD_MODEL, TextModel, functions
 from tasks.stage.stage import Stage
 
 CONSTANT = "data/check.ok"
@@ -21,7 +22,7 @@ METHOD_BLOCKS = "data/methods.json"
 
 
 def execute(stage: Stage[Block]) -> None:
-    """Raise UserError for the first problem of params.yaml, or of a function that it names."""
+    """Raise UserError for the first problem of params.yaml, or of a function or model that it names."""
     content = read_yaml()
     params, known = parse(Params, content), with_derived(content)
     require_libraries(content)
@@ -46,6 +47,12 @@ def execute(stage: Stage[Block]) -> None:
         function = RewardFunction(stage.root / FOLDER, file, limits.timeout_seconds, limits.memory_mb, key)
         function(Answers([], []))
         function.close()
+    models: list[tuple[str, TextModel, str]] = [(term.model, term, "scorer") for term in params.scorer if term.model]
+    if params.judge.kind == "reward_model" and params.judge.model is not None:
+        models.append((params.judge.model, params.judge, "judge.model"))
+    for name, how, key in models:
+        conversation = how.reads is None and params.base.format == "chat"
+        require_classifier(stage.root / JUDGES / name, how.label, conversation, f"{key}: {JUDGES}/{name}")
     methods = (method.name for method in METHODS)
     tracked = ["round", *methods, "scorer", REWARD_MODEL, SFT_ENABLED, *NUMERICS, RAW_FILES, ANSWERS]
     stage.outputs.write_json(METHOD_BLOCKS, {name: known[name] for name in tracked})

@@ -8,7 +8,7 @@ from rlhf_core.data.chat import opening
 from rlhf_core.errors import UserError
 from tasks.datasets.named import read_prompts, read_text, refuse_training_prompts
 from tasks.datasets.prepare import Prepared, prepare
-from tasks.datasets.raw import hashes_of_files
+from tasks.datasets.raw import hashes_of_files, hashes_of_reward_base
 from tasks.datasets.sources.example import RAW, Example
 from tasks.datasets.sources.ratings import rating_of
 from tasks.datasets.sources.splits import Share
@@ -34,6 +34,7 @@ def execute(stage: Stage[Block]) -> None:
     for text in named["texts"]:
         read_text(RAW, text)
     hashes_of_files(RAW, named["pretrained"])
+    hashes_of_reward_base(RAW, named["reward_base"])
     stage.out(CONSTANT).write_text("the raw data can be used\n", encoding="utf-8")
 
 

@@ -9,7 +9,14 @@ from tasks.datasets.jsonl import Row
 from tasks.datasets.labels import as_text, contradictions, label_figures
 from tasks.datasets.named import read_prompts, read_text
 from tasks.datasets.prepare import Prepared, prepare, render, use_table
-from tasks.datasets.raw import EVALUATION_PROMPTS, PRETRAINED, TEXTS, hashes_of_files
+from tasks.datasets.raw import (
+    EVALUATION_PROMPTS,
+    PRETRAINED,
+    REWARD_BASE,
+    TEXTS,
+    hashes_of_files,
+    hashes_of_reward_base,
+)
 from tasks.datasets.sources import cleaning
 from tasks.datasets.sources.datasets import assemble, divide
 from tasks.datasets.sources.example import RAW
@@ -68,6 +75,7 @@ def copy_named(stage: Stage[IngestParams], named: Mapping[str, Any]) -> None:
         (texts / name).parent.mkdir(parents=True, exist_ok=True)
         (texts / name).write_text(read_text(RAW, name), encoding="utf-8", newline="")
     stage.outputs.write_json(PRETRAINED, hashes_of_files(RAW, named["pretrained"]))
+    stage.outputs.write_json(REWARD_BASE, hashes_of_reward_base(RAW, named["reward_base"]))
 
 
 def counted(rows: Iterable[Row], name: str, sizes: Counter[str]) -> Iterator[Row]:

@@ -6,6 +6,7 @@ import math
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,11 +17,14 @@ from transformers import LlamaConfig, PreTrainedConfig
 from rlhf_core.config.dpo import PairConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.sft import SFTConfig
+from rlhf_core.data.classifiers import model_folder
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
+from rlhf_core.models.hf import shapes_in
 from rlhf_core.planning import (
     BFLOAT16,
     FLOAT32,
+    WEIGHTS,
     Lengths,
     Model,
     Phase,
@@ -39,7 +43,7 @@ from tasks.datasets.sources.splits import FEW_PROMPTS
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, SFT_ENABLED, parse
 from tasks.params.methods import BY_NAME, VARIANTS
-from tasks.params.scorer import uses_reward_model
+from tasks.params.scorer import JUDGES, uses_reward_model
 from tasks.params.variant import merged
 from tasks.stage.dvc_files import open_project
 from tasks.tracking import record
@@ -121,6 +125,55 @@ def config_of(params: Any, root: Path, folder: Path | None) -> PreTrainedConfig:
         ) from None
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Models that score answers and have another body than the policy."""
+
+    base: Model | None = None
+    """That of `reward.base`."""
+    terms: int = 0
+    """Parameters of the models below models/judges/ that are terms of `scorer`."""
+    judge: int = 0
+    """Parameters of the one that judges."""
+    weight: int = FLOAT32
+    """Bytes of a parameter of the models below models/judges/, at most."""
+
+    def passes(self, model: Model, scorers: int, judges: bool = False) -> float:
+        """Passes of the policy's model that cost as much as all models that score, `scorers` of which are reward models
+        of the run."""
+        own = scorers * (1.0 if self.base is None else self.base.products / model.products)
+        return own + (self.terms + judges * self.judge) / model.products
+
+    def beside(self, phases: list[Phase], scorers: int, judges: bool = False) -> list[Phase]:
+        """The phases with the weights of these models in memory."""
+        own = 0 if self.base is None else scorers * self.base.size(None, frozen=True) * self.base.scalar
+        held = Counter({(WEIGHTS, "reward model"): own + self.weight * (self.terms + judges * self.judge)})
+        return [Phase(phase.name, phase.parts + held) for phase in phases]  # `+` leaves out what is 0
+
+
+def scoring_of(params: Any, root: Path, model: Model) -> Scoring:
+    """The models that score beside those on the policy's body. Raises UserError where their folders are missing."""
+    base, trusted = None, params.trust_remote_code
+    if params.reward.base is not None and uses_reward_model(params.scorer):
+        folder = below_raw(root / "data" / "raw", params.reward.base, "reward.base")
+        with loading(model_folder(folder, f"reward.base: data/raw/{params.reward.base}")):
+            base = Model.of(load_config(folder, None, trusted), trusted, model.precision, model.accelerator)
+
+    def parameters(name: str, key: str) -> int:
+        folder = model_folder(root / JUDGES / name, f"{key}: {JUDGES}/{name}")
+        return sum(math.prod(shape) for file in folder.glob("*.safetensors") for shape in shapes_in(file).values())
+
+    named, judge = [term for term in params.scorer if term.model], params.judge
+    judges = judge.kind == "reward_model"
+    narrow = all((how.precision or params.precision) == "bfloat16" for how in (*named, *([judge] if judges else [])))
+    return Scoring(
+        base,
+        sum(parameters(term.model, "scorer") for term in named),
+        parameters(judge.model, "judge.model") if judges else 0,
+        BFLOAT16 if narrow else FLOAT32,
+    )
+
+
 def plan_run(
     content: dict[str, Any],
     root: Path,
@@ -138,9 +191,12 @@ def plan_run(
     rows, limit = rows_of(content, params, root), USABLE * memory
     earlier = earlier_runs(params, root, device) if folder is None else {}  # of a folder no run is known
     speed = FLOPS[params.precision] if accelerator else FLOPS["CPU"] * params.threads
-    planned, stages = list(stages_of(params, model, rows, prompt_tokens)), dict[str, Any]()
+    others = scoring_of(params, root, model)
+    planned, stages = list(stages_of(params, model, rows, prompt_tokens, others)), dict[str, Any]()
     works = {
-        name: {stage.name: stage.work for stage in stages_of(run.params, model, run.rows or rows, prompt_tokens)}
+        name: {
+            stage.name: stage.work for stage in stages_of(run.params, model, run.rows or rows, prompt_tokens, others)
+        }
         for name, run in earlier.items()
     }
     times = times_of(planned, params, model, speed, earlier, {name: works[name].get(name) for name in works})
@@ -151,7 +207,8 @@ def plan_run(
         def replan(change: dict[str, Any], name: str = stage.name) -> int:
             changed = parse(Params, merged(content, change), file=file)
             other = replace(model, precision=changed.precision)
-            return next(s for s in stages_of(changed, other, rows, prompt_tokens) if s.name == name).peak()
+            scoring = scoring_of(changed, root, other)
+            return next(s for s in stages_of(changed, other, rows, prompt_tokens, scoring) if s.name == name).peak()
 
         seconds, by = times.get(stage.name, (None, "no rows yet"))
         stages[stage.name] = {
@@ -171,7 +228,7 @@ def plan_run(
     scores = uses_reward_model(params.scorer) or params.ppo.needs_critic_model
     parameters = {
         "policy": model.parameters,
-        "reward model": model.scalar if scores else 0,
+        "reward model": (others.base or model).scalar if scores else 0,
         "trained": model.trained(params.ppo.lora),
     }
     peak = max(stage["peak"] for stage in stages.values())
@@ -183,7 +240,7 @@ def plan_run(
         "stages": stages,
         "seconds": None if None in known else sum(known),
         "flops": speed,
-        "disk": disk_of(model, params),
+        "disk": disk_of(model, params, others),
         "peak": peak,
         "memory": memory,
         "usable": limit,
@@ -356,7 +413,11 @@ def settings_of(params: Any, stage: str) -> Any:
 
 
 def stages_of(
-    params: Any, model: Model, rows: Mapping[str, int] | None, prompt_tokens: int | None = None
+    params: Any,
+    model: Model,
+    rows: Mapping[str, int] | None,
+    prompt_tokens: int | None = None,
+    others: Scoring = Scoring(),
 ) -> Iterator[PlannedStage]:
     """The stages of valid parameters that compute with a model, in the order of the graph."""
     prompt, judged = prompt_tokens or longest_prompt(params), params.preferences
@@ -364,6 +425,7 @@ def stages_of(
     answers = judged.samples_per_prompt if samples else 2
     learns = uses_reward_model(params.scorer)
     scorers = (params.reward.members + (params.reward.judge_share > 0)) if learns else 0
+    on_body = scorers if others.base is None else 0  # as many scorers have the policy's body
     training = 1 - params.ingest.split.validation
     compared = None  # prompts with their answers, of the reward model and of DPO
     if rows is not None:
@@ -379,13 +441,13 @@ def stages_of(
 
     def pairs(name: str, config: Any) -> PlannedStage:
         lengths, is_policy = _within(prompt, config.max_tokens), isinstance(config, PairConfig)
-        plan = pair_phases if is_policy else reward_phases
+        plan, trained = pair_phases if is_policy else reward_phases, model if is_policy else others.base or model
         work = None
         if compared is not None:
             tokens = compared * (lengths.prompt + answers * lengths.response)
             times = config.epochs * getattr(config, "members", 1)
-            work = Work(trained=round(times * tokens), read=tokens * is_policy)
-        return PlannedStage(name, lambda: plan(model, config, lengths, answers), work)
+            work = Work(trained=round(times * tokens * trained.products / model.products), read=tokens * is_policy)
+        return PlannedStage(name, lambda: plan(trained, config, lengths, answers), work)
 
     def loop(name: str, config: PPOConfig) -> PlannedStage:
         lengths, critic = Lengths(prompt, config.max_new_tokens), int(config.needs_critic_model)
@@ -394,11 +456,15 @@ def stages_of(
         work = Work(
             samples=count,
             sampled=count * lengths.response,
-            read=tokens * (3 + critic + scorers),
+            read=round(tokens * (3 + critic + others.passes(model, scorers))),
             trained=tokens * config.ppo_epochs * (1 + critic),
         )
-        adapters = params.reward.lora if learns else None
-        return PlannedStage(name, lambda: ppo_phases(model, config, lengths, scorers, adapters), work)
+        adapters = params.reward.lora if on_body else None
+
+        def phases() -> list[Phase]:
+            return others.beside(ppo_phases(model, config, lengths, on_body, adapters), scorers)
+
+        return PlannedStage(name, phases, work)
 
     if params.sft.enabled:
         yield sft("sft", params.sft, None if rows is None else training * rows["demonstrations"])
@@ -420,7 +486,7 @@ def stages_of(
             stage = sft(name, method.training, count)
             if rows is not None and stage.work is not None:
                 drawn = rows["ppo_prompts"] * method.samples_per_prompt
-                read = drawn * scorers * (prompt + method.max_new_tokens)
+                read = round(drawn * others.passes(model, scorers) * (prompt + method.max_new_tokens))
                 stage = replace(stage, work=Work(drawn, drawn * method.max_new_tokens, read, stage.work.trained))
             yield stage
 
@@ -434,8 +500,12 @@ def stages_of(
     each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, FOR_OPTIMUM - seeds)
     drawn = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
     whole = Lengths(prompt, settings.max_new_tokens)
-    work = Work(drawn, drawn * whole.response, drawn * whole.whole * (2 + scorers))
-    yield PlannedStage("evaluate", lambda: evaluate_phases(model, size, whole, seeds, scorers, between), work)
+    read = round(drawn * whole.whole * (2 + others.passes(model, scorers, judges=True)))
+
+    def evaluation() -> list[Phase]:
+        return others.beside(evaluate_phases(model, size, whole, seeds, on_body, between), scorers, judges=True)
+
+    yield PlannedStage("evaluate", evaluation, Work(drawn, drawn * whole.response, read))
 
 
 def _within(prompt: int, longest: int) -> Lengths:
@@ -498,7 +568,7 @@ def savings(
     return found
 
 
-def disk_of(model: Model, params: Any) -> dict[str, int]:
+def disk_of(model: Model, params: Any, others: Scoring = Scoring()) -> dict[str, int]:
     """Bytes of files: models of the checkout in float32, PPO's snapshots, DVC's cache (a copy of both), checkpoints of
     the stage that keeps most, and their sum."""
     ppo, trained = params.ppo, model.trained(params.ppo.lora)
@@ -506,7 +576,8 @@ def disk_of(model: Model, params: Any) -> dict[str, int]:
     scalars = params.reward.members + (params.reward.judge_share > 0) if uses_reward_model(params.scorer) else 0
     reward = params.reward.lora if scalars else None
     trained_models = 2 + params.sft.enabled + methods  # beside them the base model, or SFT that is a link to it
-    models = FLOAT32 * (model.parameters * trained_models + model.scalar * (scalars + ppo.has_critic))
+    scored = others.base or model
+    models = FLOAT32 * (model.parameters * trained_models + scored.scalar * scalars + model.scalar * ppo.has_critic)
     in_bfloat16 = ppo.lora is None and params.precision == "bfloat16"
     each = trained * (BFLOAT16 if in_bfloat16 else FLOAT32)
     snapshots = each * math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
@@ -514,7 +585,7 @@ def disk_of(model: Model, params: Any) -> dict[str, int]:
     checkpoints = (KEPT + 1) * max(  # SFT and the reward model keep the whole model, PPO what it trains
         params.sft.enabled
         * (model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora)),
-        bool(scalars) * (model.size(reward) * model.scalar + 2 * FLOAT32 * model.trained(reward, scalar=True)),
+        bool(scalars) * (scored.size(reward) * scored.scalar + 2 * FLOAT32 * scored.trained(reward, scalar=True)),
         (trained + critic) * 3 * FLOAT32,
     )
     sizes = {"models": models, "snapshots": snapshots, "cache": models + snapshots, "checkpoints": checkpoints}

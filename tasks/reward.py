@@ -3,19 +3,29 @@ their figures on held-out prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.tokenizer import load_tokenizer
+from rlhf_core.data.tokenizer import complete, continues_text, load_tokenizer, read_tokenizer, same_tokens
 from rlhf_core.determinism import permutation, stream
 from rlhf_core.errors import UserError
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
-from rlhf_core.models.hf import context_of, place, save_checkpoint, scalar_model_from
+from rlhf_core.models.hf import (
+    context_of,
+    fit_vocabulary,
+    place,
+    require_scalar_head,
+    save_checkpoint,
+    scalar_model_from,
+)
 from rlhf_core.models.precision import autocast
 from rlhf_core.reward import Comparison, PairScores, score_pairs, train_reward_model
+from tasks.datasets.raw import REWARD_BASE, as_noted
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
@@ -45,18 +55,18 @@ class Fitted:
 
 def execute(stage: Stage[RewardConfig]) -> None:
     """Make models/reward, metrics/reward.json and the tables of plots."""
-    tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
-    with loading(stage.root / SFT):
-        config = load_config(stage.root / SFT, trust_remote_code=trusts(stage))
+    base, tokenizer, as_text = base_of(stage)
+    with loading(base):
+        config = load_config(base, trust_remote_code=trusts(stage))
     limit = min(stage.params.max_tokens, context_of(config))
     rated = bool(stage.read(RATINGS))
-    read = rated_comparisons if rated else comparisons
+    read = rated_comparisons if rated else partial(comparisons, as_text=as_text)
     training, too_long = read(stage, tokenizer, "train", limit)
     heldout, also_too_long = read(stage, tokenizer, "validation", limit)
     own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
 
-    members = [fit(stage, tokenizer, number, own, heldout) for number in range(1, stage.params.members + 1)]
-    judge = fit(stage, tokenizer, OF_JUDGE, judging, heldout) if judging else None
+    members = [fit(stage, base, tokenizer, number, own, heldout) for number in range(1, stage.params.members + 1)]
+    judge = fit(stage, base, tokenizer, OF_JUDGE, judging, heldout) if judging else None
     if is_worker():
         return
 
@@ -64,7 +74,7 @@ def execute(stage: Stage[RewardConfig]) -> None:
     scores, seen, of_members = combine(stage, members)
     annotator = judge_of(stage)
     labelled = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if annotator else []
-    gold = gold_margins(labelled, tokenizer, heldout, annotator) if annotator else None
+    gold = gold_margins(labelled, tokenizer, heldout, annotator, as_text) if annotator else None
     metrics, tables = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
     metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss, **of_members)
     for out, rows in tables.items():
@@ -78,6 +88,23 @@ def execute(stage: Stage[RewardConfig]) -> None:
         answers = {"train_ratings": training, "heldout_ratings": heldout}
         metrics.update({name: sum(len(c.responses) for c in found) for name, found in answers.items()})
     stage.write_metrics({**metrics, "pairs_too_long": too_long + also_too_long})
+
+
+def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase, bool]:
+    """The folder of the model that the reward model is trained on, its tokenizer, and whether that is another one than
+    the policy's, so that it reads sampled answers as text. Raises UserError for a `reward.base` that is not what
+    `ingest` has noted, or has no scalar model."""
+    tokenizer, name = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage)), stage.params.base
+    if name is None:
+        return stage.root / SFT, tokenizer, False
+    folder = as_noted(stage.root / "data" / "raw", name, stage.read_json(REWARD_BASE), "reward.base")
+    with loading(folder):
+        require_scalar_head(load_config(folder, trust_remote_code=trusts(stage)))
+    own = read_tokenizer(folder, trust_remote_code=trusts(stage))
+    completed, repairs = complete(own, str(tokenizer.pad_token), continues_text(tokenizer))
+    for repair in repairs:
+        stage.log(f"tokenizer of reward.base repaired: {repair}")
+    return folder, completed, not same_tokens(completed, tokenizer)
 
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:
@@ -105,6 +132,7 @@ def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[
 
 def fit(
     stage: Stage[RewardConfig],
+    base: Path,
     tokenizer: PreTrainedTokenizerBase,
     number: int,
     training: Sequence[Comparison],
@@ -117,10 +145,14 @@ def fit(
         stage.log(part.replace("_", " "))
     run_ = training_run(stage, ["loss", "accuracy"], part, member_seed(stage.seed, number))
     where = place_of(run_, stage.params.lora)
-    model = scalar_model_from(stage.root / SFT, run_.seed, trust_remote_code=trusts(stage), log=stage.log, **where)
+    model = scalar_model_from(base, run_.seed, trust_remote_code=trusts(stage), log=stage.log, **where)
+    is_own = base == stage.root / SFT
+    if not is_own:
+        fit_vocabulary(model, tokenizer)
     pad_id = int(tokenizer.pad_token_id)
     folder = stage.out(REWARD) / JUDGE if number == OF_JUDGE else member_folder(stage.out(REWARD), number)
-    log = train_reward_model(model, training, stage.params, pad_id, run_, folder)
+    # Adapters that the policy's body can carry are kept beside the model.
+    log = train_reward_model(model, training, stage.params, pad_id, run_, folder if is_own else None)
     if not run_.is_main:
         return Fitted(log, NO_SCORES, NO_SCORES)
     save_checkpoint(folder, model.cpu(), tokenizer)

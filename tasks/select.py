@@ -15,7 +15,7 @@ from rlhf_core.models.interpolation import interpolate
 from rlhf_core.ppo import snapshots
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
-from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
+from tasks.params.judge import LANGUAGE_MODELS, SCORING, JudgeParams
 from tasks.params.scorer import functions
 from tasks.params.select import SelectParams
 from tasks.stage import rounds
@@ -39,7 +39,7 @@ def execute(stage: Stage[SelectParams]) -> None:
     sft = load_candidate(stage, "sft", stage.root / SFT)
     table = compare(stage, config, sft) if params.prompts else unknown(stage)
     kind = stage.block("judge", JudgeParams).kind
-    judged = judging_column(kind, kind == "function" or judge_of(stage) is not None)
+    judged = judging_column(kind, kind in SCORING or judge_of(stage) is not None)
     chosen = choose(table, params.rule, judged, params.kl_budget)
     save_policy(stage, config, sft, chosen)
     stage.outputs.write_csv("plots/select.csv", table)
@@ -154,8 +154,8 @@ def unknown(stage: Stage[SelectParams]) -> list[Row]:
 
 
 def judging_column(kind: str, has_gold: bool) -> str | None:
-    """The column with the judge's score: a language model (`judge.kind`) gives win rates, the data's own judge and a
-    function a gold score. None without a judge besides the reward model."""
+    """The column with the judge's score: a language model (`judge.kind`) gives win rates, the data's own judge, a
+    function and a reward model a gold score. None without a judge besides the reward model."""
     if kind in LANGUAGE_MODELS:
         return "win_rate"
     return "gold" if has_gold else None

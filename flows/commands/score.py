@@ -19,6 +19,7 @@ from rlhf_core.files import atomic
 from rlhf_core.loading import load_config
 from rlhf_core.models.ensemble import JUDGE, Ensemble
 from rlhf_core.models.hf import context_of
+from rlhf_core.models.scorers import TextScorer, parts_of
 from tasks.datasets.jsonl import Row, brief_names
 from tasks.datasets.sources.cleaning import clean
 from tasks.datasets.sources.example import RAW, Example
@@ -26,7 +27,7 @@ from tasks.datasets.sources.formats import read_rows
 from tasks.datasets.sources.shapes import normalise
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
-from tasks.params.scorer import uses_reward_model
+from tasks.params.scorer import functions, uses_reward_model
 from tasks.stage import provenance
 from tasks.stage.progress import Progress
 from tasks.stage.trust import warn_of_code
@@ -47,7 +48,7 @@ class Answer(NamedTuple):
     example: Example
     text: str
     prompt_ids: list[int]
-    """Empty where only functions score; so are the ids of the response."""
+    """Empty without the run's reward model; so are the ids of the response."""
     response_ids: list[int]
 
 
@@ -59,18 +60,20 @@ class Scorers:
         self.params, terms, trusted, precision = params, params.scorer, params.trust_remote_code, params.precision
         tf32 = precision == "bfloat16"
         make_deterministic(params.seed, params.threads, deterministic=params.deterministic, tf32=tf32)
-        parts = [term.term for term in terms if len(terms) > 1]
-        self.tokenizer: Any = None  # functions read text
+        parts = [term.name for term in terms if len(terms) > 1]
+        self.tokenizer: Any = None  # functions and models from elsewhere read text
         models, folder, judging = ScalarModels(trusted, precision), root / REWARD, None
+        if trusted and not all(functions([term]) for term in terms):
+            warn_of_code("score:")
         if uses_reward_model(terms):
-            if trusted:
-                warn_of_code("score:")
             require_reward_model(folder, params.reward)
             self.tokenizer = load_tokenizer(folder, trust_remote_code=trusted)
             judging = judging_scorer_of(root, self.tokenizer, CHUNK, models)
             self.context = context_of(load_config(folder, None, trusted))
             parts += ["std"] * (Ensemble.read(folder) is not None)
-        scorer = build_scorer(root, terms, params.runtime.functions, self.tokenizer, CHUNK, models)
+        limits, continues = params.runtime.functions, params.base.format == "text"
+        scorer = build_scorer(root, terms, limits, self.tokenizer, CHUNK, models, continues)
+        self.readers = list(parts_of(scorer, TextScorer))
         observers: dict[str, Scorer] = {} if judging is None else {JUDGE: judging}
         self.scorer = Observed(scorer, observers)
         self.names = [SCORE, *(f"{SCORE}/{part}" for part in (*parts, *observers))]
@@ -94,6 +97,8 @@ class Scorers:
         if dropped:
             raise UserError(f"{dropped[0].reason} (`ingest` leaves such rows out); correct the row or remove it")
         text = answer_text(example.response, self.params.base.format == "text")
+        for model in self.readers:
+            model.encode(example.prompt, text)
         if self.tokenizer is None:
             return Answer(row, example, text, [], [])
         prompt_ids = encode_prompt(self.tokenizer, example.prompt)

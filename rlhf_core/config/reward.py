@@ -6,12 +6,17 @@ from pydantic import Field, model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.lora import LoraSettings, require_divisible
+from rlhf_core.config.paths import BelowRaw
 from rlhf_core.config.precision import Recomputed
 
 
 class RewardConfig(Block):
-    """The Bradley-Terry reward model: a scalar head on the SFT model's body. All pairs of a prompt are in one batch."""
+    """The Bradley-Terry reward model: a scalar head on the SFT model's body, or on that of `base`. All pairs of a
+    prompt are in one batch."""
 
+    base: BelowRaw | None = None
+    """A folder below data/raw/ with another causal language model, on whose body the reward model is trained; it reads
+    texts with that model's tokenizer and chat template. null: the SFT model."""
     learning_rate: LearningRate = 1e-5
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: PositiveNumber = 1.0

@@ -32,21 +32,24 @@ def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[int]:
-    """Token ids of a conversation up to the start of the answer; all control tokens are the template's.
+def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, answered: bool = False) -> list[int]:
+    """Token ids of a conversation up to the start of the answer, or of one whose last message is the answer; all
+    control tokens are the template's.
 
     Raises UserError where the template leaves out a message, and where a message spells a control token and the
     template changes the message.
     """
-    _require_all_turns(tokenizer, tokenizer.get_chat_template(), tuple(message["role"] for message in prompt))
+    roles = tuple(message["role"] for message in prompt)
+    _require_all_turns(tokenizer, tokenizer.get_chat_template(), roles, answered)
     texts = [_cut(message["content"], _control_spellings(tokenizer, message)) for message in prompt]
     cuts = sum(map(len, texts)) - len(texts)
     if not cuts:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
-        return list(ids)
-    plain = _render(tokenizer, prompt)
+        return list(
+            tokenizer.apply_chat_template(prompt, add_generation_prompt=not answered, tokenize=True, return_dict=False)
+        )
+    plain = _render(tokenizer, prompt, answered)
     mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in plain)
-    marked = _render(tokenizer, _with_texts(prompt, [mark.join(parts) for parts in texts]))
+    marked = _render(tokenizer, _with_texts(prompt, [mark.join(parts) for parts in texts]), answered)
     if marked.count(mark) != cuts or marked.replace(mark, "") != plain:
         raise UserError(
             f"{tokenizer.name_or_path}: a message spells a control token and the chat template changes or leaves out "
@@ -56,11 +59,13 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> list[i
 
 
 @lru_cache(maxsize=32)
-def _require_all_turns(tokenizer: PreTrainedTokenizerBase, template: str, roles: tuple[str, ...]) -> None:
+def _require_all_turns(
+    tokenizer: PreTrainedTokenizerBase, template: str, roles: tuple[str, ...], answered: bool
+) -> None:
     """Raise UserError where the template leaves out one of the messages with these roles, in this order. The probe's
     texts are numbers, which no template changes."""
     probe = [cast(Message, {"role": role, "content": str(7305 + place)}) for place, role in enumerate(roles)]
-    rendered = _render(tokenizer, probe)
+    rendered = _render(tokenizer, probe, answered)
     left_out = [message["role"] for message in probe if message["content"] not in rendered]
     if left_out:
         raise UserError(
@@ -97,8 +102,8 @@ def _cut(text: str, pattern: re.Pattern[str]) -> list[str]:
     return [text[start:end] for start, end in zip(places, [*places[1:], len(text)], strict=True)]
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> str:
-    return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False))
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, answered: bool) -> str:
+    return str(tokenizer.apply_chat_template(prompt, add_generation_prompt=not answered, tokenize=False))
 
 
 def _with_texts(prompt: Conversation, texts: Sequence[str]) -> Conversation:

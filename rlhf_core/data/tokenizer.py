@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from typing import Literal, cast
 
 from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,10 +21,14 @@ from transformers import (
 )
 
 from rlhf_core.data.chat import Conversation
+from rlhf_core.data.classifiers import no_template
 from rlhf_core.data.control_tokens import chat_ids, text_ids
 from rlhf_core.errors import UserError
 from rlhf_core.loading import loading
 
+Reads = Literal["conversation", "text", "answer", "pair"]
+"""What a classifier from elsewhere reads: the conversation with the answer through its chat template, prompt and answer
+as one text, the answer alone, or both as its tokenizer's pair of texts."""
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 PROBE: Conversation = [{"role": "user", "content": "Good morning."}]
 """A conversation that every chat template must render, some behind a system message."""
@@ -113,6 +118,21 @@ def read_tokenizer(
     """The tokenizer of a model folder or hub id, unchecked. Raises UserError, see `loading`."""
     with loading(path):
         return AutoTokenizer.from_pretrained(str(path), revision=revision, trust_remote_code=trust_remote_code)
+
+
+def classifier_tokenizer(
+    folder: Path, reads: str | None, continues: bool, key: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerBase, Reads]:
+    """The tokenizer of a classifier from elsewhere, and what it reads: what `reads` says, else the conversation, or the
+    text where the policy `continues` texts. Raises UserError, naming the parameter `key`, where it has no chat template
+    for the conversation, and as `settle`."""
+    tokenizer = read_tokenizer(folder, trust_remote_code=trust_remote_code)
+    if reads is not None or continues:
+        return tokenizer, cast(Reads, reads or "text")
+    if not tokenizer.chat_template:
+        raise no_template(key)
+    settle(tokenizer)
+    return tokenizer, "conversation"
 
 
 def complete(
@@ -299,6 +319,18 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Conversation) -> l
     Raises UserError, see `chat_ids`."""
     with rendering(tokenizer):
         return chat_ids(tokenizer, prompt)
+
+
+def encode_answered(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, answer: str) -> list[int]:
+    """Token ids of a conversation with its answer, closed as the chat template closes it; otherwise as
+    `encode_prompt`."""
+    with rendering(tokenizer):
+        return chat_ids(tokenizer, [*prompt, {"role": "assistant", "content": answer}], answered=True)
+
+
+def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers have the same vocabulary and chat template, so that one may read the other's ids."""
+    return one is other or bool(one.get_vocab() == other.get_vocab() and one.chat_template == other.chat_template)
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:

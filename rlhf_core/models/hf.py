@@ -33,7 +33,7 @@ from rlhf_core.models.precision import frozen_dtype, keep_float32
 from rlhf_core.models.quantised import detach_quantizer, nf4_options
 
 BIAS = "score_bias"
-"""The key of config.json with the bias of a head that has none in its architecture; only `load_scalar_model` reads
+"""The key of config.json with the bias of a head that has none in its architecture; only `load_classifier` reads
 it."""
 WRAPPERS = {r"^(?:module\.|_orig_mod\.)+|_orig_mod\.": ""}
 """What DistributedDataParallel and torch.compile add to the names of weights: patterns and what replaces them."""
@@ -115,26 +115,53 @@ def load_scalar_model(
     """A reward model or critic, dropout off, its head in float32; arguments as of `load_causal_lm`. Raises UserError
     when the folder has no scalar head, and as `load_causal_lm`."""
     with loading(path):
+        outputs = load_config(path, None, trust_remote_code).num_labels
+    if outputs != 1:
+        raise UserError(f"{path}: expected one output a token, the model has {outputs}")
+    model = load_classifier(path, trust_remote_code=trust_remote_code, frozen=frozen, device=device, log=log)
+    scalar_head(model)
+    return model
+
+
+def load_classifier(
+    path: str | Path,
+    *,
+    trust_remote_code: bool = False,
+    frozen: Frozen = "float32",
+    device: torch.device | None = None,
+    log: Log = print,
+) -> PreTrainedModel:
+    """A model that classifies sequences, with any number of outputs, dropout off, its head `score`, if it has one, in
+    float32; arguments and errors as of `load_causal_lm`."""
+    with loading(path):
         config = without_dropout(load_config(path, None, trust_remote_code))
-        if config.num_labels != 1:
-            raise UserError(f"{path}: expected one output a token, the model has {config.num_labels}")
         _require_scalar_class(config)
         kind = AutoModelForSequenceClassification
         table = WRAPPERS | HEADS
         model, unread = _weights(kind, path, config, None, trust_remote_code, frozen, device, log, table)
-        head, saved = scalar_head(model), _head_in(Path(path), model.base_model_prefix)
-        if frozen != "float32":  # the head was rounded with the body
-            head.float().load_state_dict({name: saved[name] for name in head.state_dict()})
-        bias = getattr(config, BIAS, None)
-        if head.bias is None and "bias" in saved:
-            if saved["bias"].numel() != 1:
-                raise UserError(f"{path}: the scalar head has {saved['bias'].numel()} biases, not one; save it again")
-            bias = saved["bias"].item()
-            unread = [name for name in unread if not name.endswith("score.bias")]
+        head, bias = getattr(model, "score", None), getattr(config, BIAS, None)
+        if isinstance(head, torch.nn.Linear):
+            saved = _head_in(Path(path), model.base_model_prefix)
+            if frozen != "float32":  # the head was rounded with the body
+                head.float().load_state_dict({name: saved[name] for name in head.state_dict()})
+            if head.bias is None and "bias" in saved:
+                if saved["bias"].numel() != 1:
+                    raise UserError(
+                        f"{path}: the scalar head has {saved['bias'].numel()} biases, not one; save it again"
+                    )
+                bias = saved["bias"].item()
+                unread = [name for name in unread if not name.endswith("score.bias")]
     _log_unread(path, unread, log)
     if bias is not None:
         map_scalar(model, 1.0, bias)
     return model
+
+
+def last_layer(model: PreTrainedModel) -> torch.nn.Linear | None:
+    """The linear layer behind the body that makes a classifier's outputs; None where there is none."""
+    body = {id(layer) for layer in model.base_model.modules()}
+    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and id(layer) not in body]
+    return next((layer for layer in reversed(layers) if layer.out_features == model.config.num_labels), None)
 
 
 @torch.no_grad()
@@ -346,6 +373,13 @@ def _require_scalar_class(config: PreTrainedConfig) -> None:
             f"transformers has no AutoModelForSequenceClassification for {config.model_type}, which reward model and "
             "critic need; choose another architecture, or functions as scorer and an advantage without a critic"
         )
+
+
+def require_scalar_head(config: PreTrainedConfig) -> None:
+    """Raise UserError for an architecture whose sequence classifier has no scalar head that reads the last token."""
+    _require_scalar_class(config)
+    with torch.device("meta"):
+        scalar_head(AutoModelForSequenceClassification.from_config(config))
 
 
 def scalar_model_of(policy: PreTrainedModel, head: torch.nn.Linear) -> PreTrainedModel:

@@ -11,6 +11,8 @@ EVALUATION_PROMPTS = "data/ingest/evaluation_prompts.jsonl"
 TEXTS = "data/ingest/ptx"
 PRETRAINED = "data/ingest/pretrained.json"
 """SHA-256 of each file in the folder of a pretrained model; empty where there is none."""
+REWARD_BASE = "data/ingest/reward_base.json"
+"""The same for the folder that `reward.base` names."""
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """The end of a path in DVC's cache, the target of links with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -43,13 +45,33 @@ def require_hub_id(value: str, key: str) -> None:
         raise UserError(f"{key}: {value} is neither a folder below data/raw/ nor an id of the hub (owner/name)")
 
 
-def hashes_of_files(raw: Path, name: str | None) -> dict[str, str]:
+def hashes_of_files(raw: Path, name: str | None, key: str = "base.pretrained.model") -> dict[str, str]:
     """SHA-256 of each file in the model folder `name` below `raw`; empty where there is no such folder: then the name
-    is an id of the hub, and its revision is a parameter. Raises UserError for a link out of `raw`."""
-    if name is None or not (folder := below_raw(raw, name, "base.pretrained.model")).is_dir():
+    is an id of the hub, and its revision is a parameter. Raises UserError, naming the parameter `key`, for a link out
+    of `raw`."""
+    if name is None or not (folder := below_raw(raw, name, key)).is_dir():
         return {}
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
             found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
+
+
+def hashes_of_reward_base(raw: Path, name: str | None) -> dict[str, str]:
+    """`hashes_of_files` of the folder that `reward.base` names. Raises UserError where it is no model's."""
+    if name is not None and not (below_raw(raw, name, "reward.base") / "config.json").is_file():
+        raise UserError(f"reward.base: data/raw/{name} is no Hugging Face folder (no config.json); put one there")
+    return hashes_of_files(raw, name, "reward.base")
+
+
+def as_noted(raw: Path, name: str, noted: dict[str, str], key: str) -> Path:
+    """The model folder `name` below `raw`. Raises UserError, naming the parameter `key`, where it has other files than
+    those `noted` by `ingest`."""
+    folder = below_raw(raw, name, key)
+    if hashes_of_files(raw, name, key) != noted:
+        raise UserError(
+            f"{key}: data/raw/{name} has other files than when `ingest` ran; run `ingest` again, or get the files by "
+            "`dvc pull`"
+        )
+    return folder

@@ -10,7 +10,15 @@ from typing import Any, Literal, TypeVar
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.scorer import Answers, Scored, Scorer
-from rlhf_core.data.tokenizer import decode_response, encode_prompt, encode_response, load_tokenizer, stop_ids
+from rlhf_core.data.tokenizer import (
+    continues_text,
+    decode_response,
+    encode_prompt,
+    encode_response,
+    load_tokenizer,
+    same_tokens,
+    stop_ids,
+)
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.divergence import Divergence, measure_divergence
 from rlhf_core.evaluation.pair_judges import PairJudge, both_orders
@@ -18,7 +26,7 @@ from rlhf_core.evaluation.wins import wins
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import REWARD_MODEL_NAME
+from rlhf_core.models.scorers import REWARD_MODEL_NAME, require_room
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.judge import JudgeParams
@@ -27,7 +35,8 @@ from tasks.stage.long_rows import fitting, prompt_encoder
 from tasks.stage.models import load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
-from tasks.training.scorer import JUDGING_MODEL, extras_of, scorer_of
+from tasks.training.scalar_models import ScalarModels
+from tasks.training.scorer import JUDGING_MODEL, extras_of, scorer_of, text_scorer
 
 ScoresOf = Literal["rewards", "judging"]
 """Scores of a reward model: PPO's, or the judging one's."""
@@ -186,10 +195,7 @@ class Evaluator:
 
     def shares_tokenizer(self, candidate: CandidateModel) -> bool:
         """Whether the candidate has the SFT model's vocabulary and chat template."""
-        ours, theirs = self.reference.tokenizer, candidate.tokenizer
-        if theirs is ours:
-            return True
-        return bool(theirs.get_vocab() == ours.get_vocab() and theirs.chat_template == ours.chat_template)
+        return same_tokens(candidate.tokenizer, self.reference.tokenizer)
 
     def require_room(self, candidate: CandidateModel) -> None:
         """Raise UserError unless the candidate's context holds every prompt and an answer."""
@@ -300,21 +306,29 @@ def build_evaluator(
     judging: Scorer | None = None,
 ) -> tuple[Evaluator, int]:
     """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows.
-    `judge`: that of the data; the function of `judge.function` judges in its place."""
+    `judge`: that of the data; a function, or a model that scores answers, judges in its place (`judge.kind`)."""
     limit, reserve = context_length(sft.model), settings.max_new_tokens
     kept, too_long = fitting(stage, path, rows, prompt_encoder(sft.tokenizer), limit, reserve=reserve)
-    function, limits = stage.block("judge", JudgeParams).function, stage.runtime.functions
-    if function is not None:
+    prompts, named, limits = (
+        [row["prompt"] for row, _ in kept],
+        stage.block("judge", JudgeParams),
+        stage.runtime.functions,
+    )
+    if named.function is not None:
         judge = RewardFunction(
-            stage.root / FOLDER, function, limits.timeout_seconds, limits.memory_mb, key="judge.function"
+            stage.root / FOLDER, named.function, limits.timeout_seconds, limits.memory_mb, key="judge.function"
         )
+    elif named.kind == "reward_model" and named.model is not None:
+        models = ScalarModels(trusts(stage), stage.precision, log=stage.log)
+        continues = continues_text(sft.tokenizer)
+        judge = text_scorer(stage.root, named.model, named, "judge.model", models, settings.batch_size, continues)
     evaluator = Evaluator(
         stage=stage,
         rows=[row for row, _ in kept],
         reference=sft,
         scorer=scorer_of(stage, sft.tokenizer, settings.batch_size),
         judge=judge,
-        pair_judge=pair_judge_of(stage, [row["prompt"] for row, _ in kept], reserve, settings.batch_size),
+        pair_judge=pair_judge_of(stage, prompts, reserve, settings.batch_size),
         temperature=settings.temperature,
         max_new_tokens=reserve,
         batch_size=settings.batch_size,
@@ -322,4 +336,5 @@ def build_evaluator(
         purpose=purpose,
         judging=judging,
     )
+    require_room((evaluator.scorer, judge, judging), prompts, reserve)
     return evaluator, too_long

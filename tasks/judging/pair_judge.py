@@ -9,8 +9,9 @@ from rlhf_core.data.tokenizer import load_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judge_model import QUESTION, LanguageModelJudge
 from rlhf_core.evaluation.pair_judges import CachedPairJudge, PairJudge
-from tasks.params.judge import JudgeParams
-from tasks.stage.models import JUDGES, folder_of, load_frozen
+from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
+from tasks.params.scorer import JUDGES
+from tasks.stage.models import folder_of, load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 
@@ -18,13 +19,13 @@ from tasks.stage.trust import trusts
 def pair_judge_of(
     stage: Stage[Any], prompts: Sequence[Conversation], max_new_tokens: int, batch_size: int
 ) -> PairJudge | None:
-    """The language model that compares answers; None with `kind: data`.
+    """The language model that compares answers; None with a `judge.kind` that scores single ones.
 
     Raises UserError for a missing model, template or key, and if the context of a local model is too short for two
     answers to each of the prompts.
     """
     params = stage.block("judge", JudgeParams)
-    if params.model is None:
+    if params.model is None or params.kind not in LANGUAGE_MODELS:
         return None
     question = _question(stage.root, params.question)
     if params.kind == "api":

@@ -144,10 +144,12 @@ class _Params(Block):
             )
 
     def _check_judge(self) -> None:
-        if self.judge.function in {term.term for term in self.scorer if term.weight}:
+        named = {"function": self.judge.function, "reward_model": self.judge.model}.get(self.judge.kind)
+        if named in {term.name for term in self.scorer if term.weight}:
+            key, other = ("function", "file") if self.judge.kind == "function" else ("model", "folder")
             raise ValueError(
-                f"judge.function is {self.judge.function}, a term of scorer: a judge must not be what PPO maximises. "
-                "Name another file, or set judge.kind: data: without a judge the scorer compares the answers"
+                f"judge.{key} is {named}, a term of scorer: a judge must not be what PPO maximises. "
+                f"Name another {other}, or set judge.kind: data: without a judge the scorer compares the answers"
             )
         if self.select.rule == "best_judge" and self.judge.kind == "data" and self.ingest.source != "demo":
             raise ValueError(
@@ -191,6 +193,11 @@ class _Params(Block):
             if name in VARIANTS
         }
         for key, config in loops.items():
+            if config.needs_critic_model and config.critic.init == "reward" and self.reward.base is not None:
+                raise ValueError(
+                    f"{key}critic.init is reward: a critic reads the policy's tokens, and the reward model on "
+                    "reward.base reads others; set it to sft"
+                )
             if config.needs_critic_model and config.critic.init == "reward" and not is_reward_model(self.scorer):
                 raise ValueError(
                     f"{key}critic.init is reward: a critic that starts as the reward model predicts its score, and "
@@ -236,7 +243,9 @@ class _Params(Block):
         if self.base.source != "scratch" or self.base.scratch is None:
             return
         context = self.base.scratch.context
-        read = {"reward": self.reward.max_tokens} | ({"sft": self.sft.max_tokens} if self.sft.enabled else {})
+        read = {"sft": self.sft.max_tokens} if self.sft.enabled else {}
+        if self.reward.base is None:  # else it reads tokens of its own, in a context of its own
+            read["reward"] = self.reward.max_tokens
         sampled = {"ppo": self.ppo.max_new_tokens, "evaluate": self.evaluate.max_new_tokens}
         if self._samples_pairs:
             sampled["preferences"] = self.preferences.max_new_tokens

@@ -6,12 +6,15 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from rlhf_core.config.block import Block
 from rlhf_core.config.paths import CONTROL, FolderName, plain_name
-from tasks.params.scorer import PythonFile
+from tasks.params.scorer import JUDGES, PythonFile, TextModel
 
 LANGUAGE_MODELS = ("model", "api")
 """Kinds of judge that compare two answers."""
+LOCAL = ("model", "reward_model")
+"""Kinds with a folder below models/judges/."""
+SCORING = ("function", "reward_model")
+"""Kinds that score single answers, in the place of the judge of the data."""
 
 
 def _web_address(value: str) -> str:
@@ -31,18 +34,21 @@ def _variable(value: str) -> str:
     return value
 
 
-class JudgeParams(Block):
-    """The judge that decides which of two answers is better."""
+class JudgeParams(TextModel):
+    """The judge that decides which of two answers is better. `label`, `reads` and `precision` are for
+    `kind: reward_model`."""
 
-    kind: Literal["data", "model", "api", "function"] = "data"
+    kind: Literal["data", "model", "api", "function", "reward_model"] = "data"
     """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
     model judges, and every page shows that. `model`: a language model, which compares each pair in both orders. `api`:
     the same with a model behind an OpenAI-compatible endpoint. `function`: a Python function, whose score is the gold
-    score of `evaluate` and `select`."""
+    score of `evaluate` and `select`. `reward_model`: the same with a reward model or classifier that was trained
+    elsewhere."""
     function: PythonFile | None = None
     """`kind: function`: a Python file below rewards/, which is no term of `scorer`."""
     model: Annotated[str, Field(min_length=1)] | None = None
-    """`kind: model`: name of its Hugging Face folder below models/judges/. `kind: api`: its name on the server."""
+    """`kind: model` and `kind: reward_model`: name of its Hugging Face folder below models/judges/; a reward model is
+    no term of `scorer`. `kind: api`: its name on the server."""
     base_url: Annotated[str, AfterValidator(_web_address)] | None = None
     """With `kind: api`: the address of the endpoint, such as https://api.openai.com/v1."""
     key_variable: Annotated[str, AfterValidator(_variable)] | None = None
@@ -56,18 +62,22 @@ class JudgeParams(Block):
 
     @model_validator(mode="after")
     def _names_its_model(self) -> "JudgeParams":
-        if self.kind not in LANGUAGE_MODELS and self.model is not None:
-            raise ValueError(f"kind: {self.kind} has no `model`; set kind: model or kind: api, or remove it")
+        if self.kind in {"data", "function"} and self.model is not None:
+            raise ValueError(f"kind: {self.kind} has no `model`; set kind: model, reward_model or api, or remove it")
         if (self.kind == "function") != (self.function is not None):
             raise ValueError("kind: function needs a file below rewards/ in `function`, and only it does")
-        if self.kind == "model" and self.model is None:
-            raise ValueError("kind: model needs the name of a folder below models/judges/ in `model`")
+        if self.kind in LOCAL and self.model is None:
+            raise ValueError(f"kind: {self.kind} needs the name of a folder below {JUDGES}/ in `model`")
+        if self.kind != "reward_model" and any((self.label, self.reads, self.precision)):
+            raise ValueError("label, reads and precision are for kind: reward_model; remove them")
+        if self.kind == "reward_model" and self.question is not None:
+            raise ValueError("kind: reward_model scores each answer, without a `question`; remove it")
         if self.kind == "api" and self.model is None:
             raise ValueError("kind: api needs the model's name on the server in `model`")
         if (self.kind == "api") != (self.base_url is not None):
             raise ValueError("kind: api needs the address of the endpoint in `base_url`, and only it does")
         if self.kind != "api" and self.key_variable is not None:
             raise ValueError("only kind: api has a key_variable")
-        if self.kind == "model" and self.model is not None:
+        if self.kind in LOCAL and self.model is not None:
             plain_name(self.model)
         return self

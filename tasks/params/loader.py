@@ -101,6 +101,7 @@ def _raw_files(content: dict[str, Any]) -> dict[str, Any]:
         "prompts": None if prompts == HELDOUT else prompts,
         "texts": sorted(texts),
         "pretrained": block(base, "pretrained").get("model") if base.get("source") == "pretrained" else None,
+        "reward_base": block(content, "reward").get("base"),
     }
 
 

@@ -2,16 +2,22 @@
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rlhf_core.config.block import Block
+from rlhf_core.config.paths import FolderName
+from rlhf_core.config.precision import Precision
 
 REWARD_MODEL = "reward_model"
 MADE_FOR_IT = ("preferences", "reward")
 """Stages that write empty outputs where the reward model is no term."""
 FOLDER = "rewards"
+JUDGES = "models/judges"
+"""Folder of the user's models that judge or score."""
+PARTS = (REWARD_MODEL, "std", "judge")
+"""Names of other columns of scores, which no folder of a term can have."""
 DEFAULT: list[dict[str, Any]] = [{"term": REWARD_MODEL, "weight": 1.0}]
 FILE = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*\.py", re.ASCII)
 
@@ -38,18 +44,51 @@ def _named(value: str) -> str:
     return value
 
 
-class Term(Block):
-    """A list of terms: the score of an answer is the sum of weight times term. Absent, it is the reward model alone
-    with weight 1. Without the reward model, `preferences` and `reward` write empty outputs."""
+class TextModel(Block):
+    """How a model from elsewhere reads an answer: a sequence classifier with its own tokenizer."""
 
-    term: Annotated[str, AfterValidator(_named)]
+    label: str | None = None
+    """Of a model with several outputs: the label whose log-odds are the score, as its config.json spells it."""
+    reads: Literal["answer", "pair"] | None = None
+    """null: the conversation with the answer, through the model's own chat template; with `base.format: text` prompt
+    and answer as one text. `answer`: the answer alone. `pair`: prompt and answer as its tokenizer's pair of texts."""
+    precision: Precision | None = None
+    """Of the model's weights and products; null: that of the run."""
+
+
+class Term(TextModel):
+    """A list of terms: the score of an answer is the sum of weight times term. Absent, it is the reward model alone
+    with weight 1. Without the reward model, `preferences` and `reward` write empty outputs. `label`, `reads` and
+    `precision` are for a `model`."""
+
+    term: Annotated[str, AfterValidator(_named)] | None = None
     """`reward_model`, or a Python file below rewards/ with a function `score(prompts, responses, rows)`."""
+    model: FolderName | None = None
+    """In place of `term`: a folder below models/judges/ with a reward model or classifier that was trained
+    elsewhere."""
     weight: float
     """In units of the term. It can be negative; a term with weight 0 is only logged."""
 
+    @property
+    def name(self) -> str:
+        """In tables and logs: the term, or the folder of the model."""
+        return self.term or self.model or ""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> "Term":
+        if (self.term is None) == (self.model is None):
+            raise ValueError(
+                f"needs either term or model: {REWARD_MODEL}, a file below {FOLDER}/, or a folder below {JUDGES}/"
+            )
+        if self.model in PARTS:
+            raise ValueError(f"model: {self.model} is the name of another score; rename the folder")
+        if self.model is None and any((self.label, self.reads, self.precision)):
+            raise ValueError(f"label, reads and precision are for a model below {JUDGES}/; remove them")
+        return self
+
 
 def _fit_together(terms: list[Term]) -> list[Term]:
-    names = [term.term for term in terms]
+    names = [term.name for term in terms]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"the term {twice[0]} occurs twice; give it one weight")
     if not any(term.weight for term in terms):
@@ -83,4 +122,4 @@ def uses_reward_model(terms: Sequence[Term]) -> bool:
 
 def functions(terms: Sequence[Term]) -> list[str]:
     """The files of the terms that are functions."""
-    return [term.term for term in terms if term.term != REWARD_MODEL]
+    return [term.term for term in terms if term.term and term.term != REWARD_MODEL]

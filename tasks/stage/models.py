@@ -5,14 +5,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from rlhf_core.data.classifiers import model_folder
 from rlhf_core.determinism import make_deterministic
-from rlhf_core.errors import UserError
 from rlhf_core.models.hf import default_device, load_causal_lm, place
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 
-EXTRA, JUDGES = "models/extra", "models/judges"
-"""Folders of the user's models: for the comparison, and for judges."""
+EXTRA = "models/extra"
+"""Folder of the user's models for the comparison."""
 NOT_DETERMINISTIC = "deterministic: false selects the fastest kernels, so that this run is exempt from byte identity"
 
 
@@ -37,7 +37,4 @@ def load_frozen(stage: Stage[Any], folder: Path) -> PreTrainedModel:
 def folder_of(stage: Stage[Any], place: str, name: str, key: str) -> Path:
     """The user's Hugging Face folder `name` below `place`. Raises UserError with the parameter `key` if it is
     missing."""
-    folder = stage.root / place / name
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{key}: {place}/{name} is no Hugging Face folder (no config.json); put one there")
-    return folder
+    return model_folder(stage.root / place / name, f"{key}: {place}/{name}")

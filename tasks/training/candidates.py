@@ -12,6 +12,7 @@ from rlhf_core.data.tokenizer import closed, decode_response, end_ids, other_end
 from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import SamplingSettings, sample
+from rlhf_core.models.scorers import require_room
 from tasks.datasets.jsonl import Row
 from tasks.stage.stage import Stage
 from tasks.training.scorer import extras_of, scorer_of
@@ -47,6 +48,8 @@ def draw_candidates(
 ) -> list[list[Candidate]]:
     """`count` answers of `model` to each prompt with their scores, in the order of the prompts. Batches that an earlier
     process has sampled are not sampled again."""
+    scorer = scorer_of(stage, tokenizer, settings.batch_size)
+    require_room(scorer, [row["prompt"] for row, _ in kept], settings.max_new_tokens)
     stops, pad_id = stop_ids(tokenizer, model, settings.stop_tokens), int(tokenizer.pad_token_id)
     model.to(default_device()).eval()  # autocast keeps the cast weights only of parameters with a gradient
     jobs = [(prompt, k) for prompt in range(len(kept)) for k in range(count)]
@@ -77,7 +80,7 @@ def draw_candidates(
         [response for response, _ in drawn],
         extras_of([kept[prompt][0] for prompt, _ in jobs]),
     )
-    scored = scorer_of(stage, tokenizer, settings.batch_size)(answers).by_answer()
+    scored = scorer(answers).by_answer()
     found = [
         Candidate(response, ended, text, reward, terms)
         for (response, ended), text, (reward, terms) in zip(drawn, texts, scored, strict=True)

@@ -16,15 +16,16 @@ SIDES = ("chosen", "rejected")
 
 
 def comparisons(
-    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, split: str, limit: int
+    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, split: str, limit: int, as_text: bool = False
 ) -> tuple[list[Comparison], int]:
-    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit."""
+    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit.
+    `as_text`: sampled answers, too, are read as text, by another tokenizer than the policy's."""
     Sides = tuple[list[int], list[int], list[int]]
     prompt_ids = prompts_once(tokenizer)
 
     def encode(row: Row) -> tuple[Sides, int]:
         prompt = prompt_ids(row)
-        chosen, rejected = (response_tokens(tokenizer, row, side) for side in SIDES)
+        chosen, rejected = (response_tokens(tokenizer, row, side, as_text) for side in SIDES)
         return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
 
     rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
@@ -41,8 +42,8 @@ def comparisons(
     return list(grouped.values()), too_long
 
 
-def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str) -> list[int]:
+def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str, as_text: bool = False) -> list[int]:
     """The tokens of a pair's side: as they were sampled and `closed`, as PPO's scorer reads them, or of its text
-    where the data contain the pair."""
-    sampled: list[int] | None = row[f"{side}_ids"]
+    where the data contain the pair, and with `as_text`."""
+    sampled: list[int] | None = None if as_text else row[f"{side}_ids"]
     return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled

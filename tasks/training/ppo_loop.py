@@ -18,6 +18,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.hf import context_length, load_causal_lm, place
 from rlhf_core.models.precision import body_precision
+from rlhf_core.models.scorers import require_room
 from rlhf_core.models.sharding import divide
 from rlhf_core.ppo import snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -71,6 +72,7 @@ def build(
     scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready, stage.log)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
+    require_room((scorer, judging), [row["prompt"] for row in (*kept, *heldout)], config.max_new_tokens)
     journal = "reference" if processes.count == 1 else f"reference-{processes.accelerator.process_index}"
     known = reference_scores(
         *(config, reference, tokenizer, scorer, prompts, seed, rows, judge, processes),

@@ -63,15 +63,19 @@ def figures_of(
 
 
 def gold_margins(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, pairs: Sequence[Comparison], judge: Scorer
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Sequence[Comparison],
+    judge: Scorer,
+    as_text: bool = False,
 ) -> Float[ndarray, "pairs"]:
     """The judge's score of the chosen minus that of the rejected response, in the order of `score_pairs`. `rows` are
-    the rows of preferences.jsonl that the pairs were made from."""
+    the rows of preferences.jsonl that the pairs were made from, with `as_text` as `comparisons` made them."""
     texts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Conversation, str]] = {}
     for row in rows:
         prompt = tuple(encode_prompt(tokenizer, row["prompt"]))
         for side in SIDES:
-            texts[prompt, tuple(response_tokens(tokenizer, row, side))] = row["prompt"], row[side]
+            texts[prompt, tuple(response_tokens(tokenizer, row, side, as_text))] = row["prompt"], row[side]
     sides = [
         [texts[tuple(c.prompt), tuple(c.responses[pair[side]])] for c in pairs for pair in c.pairs] for side in (0, 1)
     ]

@@ -15,12 +15,14 @@ from rlhf_core.models.hf import (
     default_device,
     draw_head,
     fresh_head,
+    last_layer,
+    load_classifier,
     load_scalar_model,
     place,
     scalar_model_from,
 )
 from rlhf_core.models.lora import Adapter
-from rlhf_core.models.precision import body_precision
+from rlhf_core.models.precision import body_precision, keep_float32
 from rlhf_core.models.shared_body import add_scalar_adapter, fits, read_adapter
 
 CRITIC = "critic"
@@ -59,6 +61,15 @@ class ScalarModels:
             return read_adapter(folder, self.body, "_".join(folder.parts[-2:])).model
         model = load_scalar_model(folder, **self._where(self.precision))
         return self.ready(place(model, self.device or default_device()))
+
+    def classifier(self, folder: Path, precision: Precision | None) -> PreTrainedModel:
+        """A model from elsewhere, for inference, whole on the default device: in its own precision, None: that of the
+        run. Its outputs are computed in float32."""
+        device, frozen = default_device(), precision or self.precision
+        model = load_classifier(folder, **self._where(frozen) | {"device": device})
+        if (layer := last_layer(model)) is not None:
+            keep_float32(layer)
+        return place(model, device)
 
     def critic_from_reward(self, folder: Path, lora: LoraSettings | None) -> PreTrainedModel | Adapter:
         """The reward model in the folder, as a critic to be trained with these adapters."""

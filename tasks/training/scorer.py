@@ -1,5 +1,5 @@
-"""The scorers of the run: what PPO, its variants, rejection sampling and best-of-n maximise, and the reward model that
-only judges."""
+"""The scorers of the run: what PPO, its variants, rejection sampling and best-of-n maximise, and the models that only
+judge."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,15 +8,33 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from rlhf_core.data.classifiers import model_folder, output_of
 from rlhf_core.data.scorer import Scorer, WeightedSum
-from rlhf_core.data.tokenizer import end_ids, other_ends
+from rlhf_core.data.tokenizer import (
+    classifier_tokenizer,
+    continues_text,
+    end_ids,
+    load_tokenizer,
+    other_ends,
+    same_tokens,
+)
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.ensemble import JUDGE, Ensemble, EnsembleScorer, member_folders
-from rlhf_core.models.scorers import REWARD_MODEL_NAME, RewardModelScorer
+from rlhf_core.models.scorers import REWARD_MODEL_NAME, RewardModelScorer, TextScorer
 from tasks.datasets.jsonl import Row
 from tasks.params.loader import parse
 from tasks.params.runtime import FunctionParams
-from tasks.params.scorer import FOLDER, REWARD_MODEL, ScorerParams, Term, functions, is_reward_model, uses_reward_model
+from tasks.params.scorer import (
+    FOLDER,
+    JUDGES,
+    REWARD_MODEL,
+    ScorerParams,
+    Term,
+    TextModel,
+    functions,
+    is_reward_model,
+    uses_reward_model,
+)
 from tasks.stage.trust import trusts
 from tasks.training.scalar_models import ScalarModels
 
@@ -53,9 +71,11 @@ def build_scorer(
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     models: ScalarModels,
+    continues: bool | None = None,
 ) -> Scorer:
     """The reward model, or all its members, which read the very tokens that were sampled; or the weighted sum of the
-    terms."""
+    terms. `tokenizer`: the policy's, not needed without the reward model where `continues` says whether the policy
+    continues texts."""
     scorers: dict[str, Scorer] = {
         file: RewardFunction(root / FOLDER, file, limits.timeout_seconds, limits.memory_mb) for file in functions(terms)
     }
@@ -63,7 +83,24 @@ def build_scorer(
         scorers[REWARD_MODEL] = _reward_model(root, root / REWARD, tokenizer, batch_size, models)
     if is_reward_model(terms):
         return scorers[REWARD_MODEL]
-    return WeightedSum({term.term: (term.weight, scorers[term.term]) for term in terms})
+    for term in terms:
+        if term.model is not None:
+            continues = continues_text(tokenizer) if continues is None else continues
+            scorers[term.name] = text_scorer(root, term.model, term, "scorer", models, batch_size, continues)
+    return WeightedSum({term.name: (term.weight, scorers[term.name]) for term in terms})
+
+
+def text_scorer(
+    root: Path, name: str, how: TextModel, key: str, models: ScalarModels, batch_size: int, continues: bool
+) -> TextScorer:
+    """The reward model or classifier `name` below models/judges/; `continues`: the policy continues texts. Raises
+    UserError, naming the parameter `key`, for a missing folder, an unknown label, or without a chat template."""
+    where = f"{key}: {JUDGES}/{name}"
+    folder = model_folder(root / JUDGES / name, where)
+    tokenizer, reads = classifier_tokenizer(folder, how.reads, continues, where, models.trusted)
+    model = models.classifier(folder, how.precision)
+    labels = [str(model.config.id2label[i]) for i in range(model.config.num_labels)]
+    return TextScorer(model, tokenizer, name, reads, output_of(labels, how.label, where), batch_size)
 
 
 def judging_scorer_of(
@@ -82,12 +119,16 @@ def _reward_model(
     models: ScalarModels,
     name: str = REWARD_MODEL_NAME,
 ) -> Scorer:
-    """The model in the folder, or several as one. The SFT model names the tokens that end answers."""
-    pad_id, sft = int(tokenizer.pad_token_id), root / SFT
+    """The model in the folder, or several as one. The SFT model names the tokens that end answers. One with another
+    tokenizer than the policy's reads the texts."""
+    theirs, sft = load_tokenizer(folder, trust_remote_code=models.trusted), root / SFT
+    own = None if same_tokens(theirs, tokenizer) else theirs
+    pad_id, eos_id = int(theirs.pad_token_id), int(tokenizer.eos_token_id)
     settings = GenerationConfig.from_pretrained(str(sft)) if (sft / GENERATION_CONFIG_NAME).is_file() else None
     ends = other_ends(tokenizer, end_ids(tokenizer, settings))
     members = [
-        RewardModelScorer(models.frozen(path), pad_id, batch_size, ends, name) for path in member_folders(folder)
+        RewardModelScorer(models.frozen(path), pad_id, batch_size, ends, name, own, eos_id)
+        for path in member_folders(folder)
     ]
     ensemble = Ensemble.read(folder)
     return members[0] if ensemble is None else EnsembleScorer(members, ensemble, name)

@@ -18,6 +18,7 @@ from tasks.params.evaluate import HELDOUT as EVALUATE_HELDOUT
 from tasks.params.loader import HELDOUT, PTX_FILE, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT
+from tests.elsewhere import save_classifier, save_reward_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GOOD = "def score(prompts, responses, rows):\n    return [1.0] * len(responses)\n"
@@ -45,8 +46,8 @@ def execute(
         content["precision"] = "bfloat16" if quantize == "nf4" else "float32"
         content["evaluate"].update(evaluate or {})
         for key, value in (changes or {}).items():
-            block, _, name = key.rpartition(".")
-            reduce(lambda found, part: found[part], block.split("."), content)[name] = value
+            *blocks, name = key.split(".")
+            reduce(lambda found, part: found[part], blocks, content)[name] = value
         if judge is not None:
             content["judge"] = {"kind": "function", "function": judge}
         YAML().dump(content | ({} if scorer is None else {"scorer": scorer}), tmp_path / "params.yaml")
@@ -75,7 +76,7 @@ def test_a_file_without_the_block_has_the_reward_model(execute: Callable[..., di
         "raw_files",
         "answers",
     ]
-    assert found["raw_files"] == {"prompts": None, "texts": [], "pretrained": None}
+    assert found["raw_files"] == {"prompts": None, "texts": [], "pretrained": None, "reward_base": None}
     assert (found["scorer"], found["reward_model"]) == (DEFAULT, True)
     assert (found["precision"], found["deterministic"]) == ("float32", True)
 
@@ -204,6 +205,28 @@ def test_a_missing_library_is_found_before_any_training(
     execute(None, quantize="nf4")
 
 
+def test_models_from_elsewhere_are_looked_at_before_any_training(
+    execute: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    term = {"model": "mood", "weight": 1.0}
+    with pytest.raises(UserError, match=r"scorer: models/judges/mood is no Hugging Face folder"):
+        execute([term])
+    save_classifier(tmp_path / "models/judges/mood")
+    save_reward_model(tmp_path / "models/judges/rm")
+    with pytest.raises(
+        UserError, match=r"scorer: models/judges/mood: has 2 outputs; set label to one of NEGATIVE, POS"
+    ):
+        execute([term])
+    with pytest.raises(UserError, match=r"models/judges/mood: its tokenizer has no chat template"):
+        execute([term | {"label": "POSITIVE"}])
+    found = execute([term | {"label": "POSITIVE", "reads": "answer"}, {"model": "rm", "weight": 0.5}])
+    assert (found["reward_model"], found["scorer"][1]) == (False, {"model": "rm", "weight": 0.5})
+    judge = {"kind": "reward_model", "model": "mood", "reads": "pair"}
+    with pytest.raises(UserError, match=r"judge\.model: models/judges/mood: has 2 outputs"):
+        execute(None, changes={"judge": judge})
+    execute(None, changes={"judge": judge | {"label": "NEGATIVE"}})
+
+
 def test_what_git_has_of_the_gates_is_what_this_params_yaml_makes() -> None:
     """Else `dvc status` in a fresh clone is not clean; `python -m tasks check` writes it."""
     known = with_derived(read_yaml(ROOT / "params.yaml"))
@@ -220,7 +243,8 @@ def test_the_names_of_raw_files_follow_from_the_parameters() -> None:
         "ppo": {"ptx": {"coef": 1.0, "file": "a.txt"}},
         "hybrid": {"enabled": True, "settings": {"ptx": {"file": "b.txt"}}},
         "evaluate": {"prompts": "mine.jsonl"},
+        "reward": {"base": "other"},
     }
-    named = {"prompts": "mine.jsonl", "texts": ["a.txt", "b.txt"], "pretrained": "own"}
+    named = {"prompts": "mine.jsonl", "texts": ["a.txt", "b.txt"], "pretrained": "own", "reward_base": "other"}
     assert with_derived(content)["raw_files"] == named
     assert with_derived({"base": 1, "ppo": [], "evaluate": None})["raw_files"]["texts"] == [], "`check` reports it"

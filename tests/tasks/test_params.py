@@ -13,7 +13,7 @@ from tasks.params import base
 from tasks.params.all import Params
 from tasks.params.loader import is_switched_off, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
-from tasks.params.scorer import DEFAULT, is_reward_model
+from tasks.params.scorer import DEFAULT, functions, is_reward_model, uses_reward_model
 from tasks.params.variant import Recipe, VariantParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -367,6 +367,55 @@ def test_a_judge_is_no_term_that_ppo_maximises(content: Content) -> None:
         UserError, match=r"judge\.function is words\.py, a term of scorer: a judge must not be what PPO"
     ):
         parse(Params, content)
+    put(content, "judge", {"kind": "reward_model", "model": "rm"})
+    put(content, "dpo", {"enabled": False})
+    assert parse(Params, put(content, "scorer", [{"model": "other", "weight": 1}])).judge.model == "rm"
+    with pytest.raises(UserError, match=r"judge\.model is rm, a term of scorer: .*Name another folder"):
+        parse(Params, put(content, "scorer", [{"model": "rm", "weight": 1}]))
+
+
+def test_a_term_is_a_reward_model_a_function_or_a_model_from_elsewhere(content: Content) -> None:
+    put(content, "ppo.critic.init", "sft")
+    put(content, "dpo", {"enabled": False})
+    scorer = [{"model": "rm", "weight": 1.0, "precision": "bfloat16"}, {"term": "words.py", "weight": 0.5}]
+    terms = parse(Params, put(content, "scorer", scorer)).scorer
+    assert [term.name for term in terms] == ["rm", "words.py"]
+    assert (uses_reward_model(terms), is_reward_model(terms), functions(terms)) == (False, False, ["words.py"])
+    for term, says in (
+        ({"weight": 1.0}, "needs either term or model"),
+        ({"term": "words.py", "model": "rm", "weight": 1.0}, "needs either term or model"),
+        ({"model": "reward_model", "weight": 1.0}, "is the name of another score; rename the folder"),
+        ({"model": "a/b", "weight": 1.0}, "must be the name of a folder"),
+        ({"term": "words.py", "label": "GOOD", "weight": 1.0}, "label, reads and precision are for a model below"),
+        ({"model": "rm", "reads": "all", "weight": 1.0}, "Input should be 'answer' or 'pair'"),
+    ):
+        with pytest.raises(UserError, match=says):
+            parse(Params, put(content, "scorer", [term]))
+    with pytest.raises(UserError, match="the term rm occurs twice"):
+        parse(Params, put(content, "scorer", [scorer[0], scorer[0] | {"label": "GOOD"}]))
+
+
+def test_a_reward_model_that_judges_is_named_and_scores_single_answers(content: Content) -> None:
+    put(content, "judge", {"kind": "reward_model", "model": "rm", "label": "GOOD", "reads": "pair"})
+    put(content, "select.rule", "best_judge")
+    assert parse(Params, content).judge.label == "GOOD"
+    for judge, says in (
+        ({"kind": "reward_model"}, "kind: reward_model needs the name of a folder below models/judges/"),
+        ({"kind": "reward_model", "model": "rm", "question": "a.txt"}, "without a `question`; remove it"),
+        ({"kind": "model", "model": "rm", "label": "GOOD"}, "label, reads and precision are for kind: reward_model"),
+    ):
+        with pytest.raises(UserError, match=says):
+            parse(Params, put(content, "judge", judge))
+
+
+def test_a_critic_does_not_start_from_a_reward_model_with_other_tokens(content: Content) -> None:
+    put(content, "reward.base", "other")
+    put(content, "ppo.critic.init", "reward")
+    with pytest.raises(UserError, match=r"ppo\.critic\.init is reward: .* reward\.base reads others; set it to sft"):
+        parse(Params, content)
+    assert parse(Params, put(content, "ppo.critic.init", "sft")).reward.base == "other"
+    put(content, "reward.max_tokens", 5000)
+    assert parse(Params, content).reward.max_tokens == 5000, "in a context of its own"
 
 
 def test_the_limits_themselves_are_valid(content: Content) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from flows.commands.plan import render
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
+from rlhf_core.models.hf import load_classifier
 from rlhf_core.planning import Model
 from tasks import planning
 from tasks.evaluation.ceiling import POLICY_SAMPLES, SFT_SAMPLES
@@ -34,6 +35,7 @@ from tasks.planning import (
 )
 from tasks.stage.dvc_files import Hashes
 from tasks.tracking import record
+from tests.elsewhere import save_classifier, save_language_model, save_reward_model
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = {"vocab_size": 99, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -307,6 +309,35 @@ def test_adapters_of_a_reward_model_that_is_not_learned_do_not_count() -> None:
     found = params(change)
     assert disk_of(SMALL, found)["checkpoints"] == 3 * 4 * 3 * (SMALL.parameters + SMALL.scalar)
     assert all(stage.peak() > 0 for stage in stages_of(found, SMALL, None))
+
+
+def test_models_from_elsewhere_are_in_memory_where_they_score(tmp_path: Path) -> None:
+    """And the reward model on another base has that base's size."""
+    judges = tmp_path / "models/judges"
+    scores, judged, other = save_reward_model(judges / "rm"), save_classifier(judges / "mood"), tmp_path / "data/raw/b"
+    save_language_model(other)
+    change: dict[str, Any] = {
+        "scorer": [{"term": "reward_model", "weight": 1.0}, {"model": "rm", "weight": 1.0}],
+        "judge": {"kind": "reward_model", "model": "mood", "label": "POSITIVE", "reads": "answer"},
+        "reward": {"base": "b"},
+        "ppo": {"critic": {"init": "sft"}},
+    }
+    sizes = [sum(p.numel() for p in load_classifier(folder).parameters()) for folder in (scores, judged)]
+    base = Model.of(AutoConfig.from_pretrained(other))
+    plan = plan_run(content(change), tmp_path, 1e12, "cpu")
+    assert plan["parameters"]["reward model"] == base.scalar
+    alone = {"ppo": change["ppo"], "scorer": [{"term": "a.py", "weight": 1.0}], "dpo": {"enabled": False}}
+    without = plan_run(content(alone), tmp_path, 1e12, "cpu")["stages"]
+
+    def held(stage: dict[str, Any], phase: str) -> int:
+        return sum(part["bytes"] for part in stage["phases"][phase]["parts"] if part["kind"] == "weights")
+
+    for stage, models in (("ppo", sizes[0]), ("evaluate", sum(sizes))):
+        more = held(plan["stages"][stage], "sampling") - held(without[stage], "sampling")
+        assert more == 4 * (base.scalar + models)
+    assert held(plan["stages"]["reward"], "update") == 4 * base.scalar
+    with pytest.raises(UserError, match="scorer: models/judges/gone is no Hugging Face folder"):
+        plan_run(content(alone | {"scorer": [{"model": "gone", "weight": 1.0}]}), tmp_path, 1e12, "cpu")
 
 
 def names(stage: str) -> list[str]:

@@ -11,19 +11,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.reward import RewardConfig
-from rlhf_core.data.tokenizer import encode_prompt, encode_response
+from rlhf_core.data.scorer import Answers
+from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer, same_tokens
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model
+from rlhf_core.models.scorers import require_room
 from rlhf_core.reward import Comparison, bradley_terry_loss, score_pairs, train_reward_model
 from rlhf_core.training.loop import Training
 from tasks import reward
+from tasks.datasets.raw import REWARD_BASE, hashes_of_files
 from tasks.training import pairs as comparisons
 from tasks.training.pairs import PREFERENCES
 from tasks.training.ratings import GROUP, RATINGS, rated_comparisons, text_comparisons
+from tasks.training.scalar_models import ScalarModels
+from tasks.training.scorer import judging_scorer_of
 from tasks.training.trainer_setup import training_run
+from tests.elsewhere import save_language_model
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
@@ -142,6 +149,42 @@ def test_the_first_member_is_the_reward_model_of_a_run_without_others(train: Tra
     assert together["member_1_loss"] == alone["heldout_loss"]
     train("once more")
     assert written(workshop) == single, "nothing is left of the members"
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, alpha=4.0)])
+def test_a_reward_model_on_another_base_reads_the_texts_with_its_own_tokenizer(
+    train: Train, workshop: Path, monkeypatch: pytest.MonkeyPatch, pairs: list[dict[str, Any]], lora: Any
+) -> None:
+    """Trained and used alike, also as a member of several and as the judge; no adapter is kept for the policy's
+    body."""
+    save_language_model(workshop / "data/raw/other", "qwen2")
+    noted = hashes_of_files(workshop / "data/raw", "other")
+    monkeypatch.setattr("tasks.stage.stage.Stage.read_json", lambda _, path: noted if path == REWARD_BASE else None)
+    metrics = train(base="other", lora=lora, members=2, judge_share=0.5, max_tokens=256)
+    assert metrics["heldout_pairs"] == 6
+    folder, policy = workshop / "models/reward", TINY.tiny_tokenizer()
+    own = load_tokenizer(folder)
+    assert not same_tokens(own, policy)
+    assert same_tokens(own, load_tokenizer(folder / "judge"))
+    assert not list(folder.rglob("lora.*"))
+
+    row = pairs[0]
+    ids = [row["chosen_ids"], row["chosen_ids"][:-1]]  # one that ended, and one that was cut off
+    answers = Answers([row["prompt"]] * 2, ["eat oats"] * 2, [[3, 4]] * 2, ids)
+    models = ScalarModels(device=torch.device("cpu"))
+    judge = judging_scorer_of(workshop, policy, 4, models)
+    assert judge is not None
+    prompt, ends = encode_prompt(own, row["prompt"]), (True, False)
+    batch = pad_batch([prompt] * 2, [encode_response(own, "eat oats", end) for end in ends], 0)
+    expected = sequence_scores(load_scalar_model(folder / "judge"), batch).tolist()
+    assert judge(answers).total == pytest.approx(expected, abs=1e-5)
+    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    with pytest.raises(UserError, match="its context holds 512"):
+        require_room(judge, [row["prompt"]], 510)
+
+    (workshop / "data/raw/other/more.txt").touch()
+    with pytest.raises(UserError, match=r"reward\.base: data/raw/other has other files than when `ingest` ran"):
+        train("edited", base="other")
 
 
 def test_the_figures_of_an_ensemble_are_those_of_the_combined_score(

@@ -1,6 +1,7 @@
 """`leash score`: the columns that it adds to a file, and what it refuses, with models that were made, not trained."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rlhf_core.config.base import ScratchConfig
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer, train_bpe
 from rlhf_core.models.ensemble import JUDGE, Ensemble, member_folder
 from rlhf_core.models.hf import build_llama, load_scalar_model, save_checkpoint, scalar_model_from
+from tests.elsewhere import save_classifier
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny.yaml"
 EXACT = Path(__file__).resolve().parents[3] / "rewards" / "exact.py"
@@ -116,6 +118,20 @@ def test_every_row_gets_the_reward_models_score_and_keeps_its_columns(project: P
         assert row["score"] == pytest.approx(expected(project / "models/reward", row["prompt"], row["response"]))
     assert len({row["score"] for row in found}) == 3
     assert read(project / "answers.jsonl") == ROWS
+
+
+def test_a_model_from_elsewhere_scores_a_file_without_a_model_of_the_run(project: Path, score: Score) -> None:
+    shutil.rmtree(project / "models")
+    save_classifier(project / "models/judges/mood")
+    term = {"model": "mood", "label": "POSITIVE", "weight": 1.0}
+    change(project, scorer=[term | {"reads": "answer"}], ppo__critic__init="sft", dpo__enabled=False)
+    write(project / "answers.jsonl", ROWS)
+    result = score("answers.jsonl")
+    assert result.exit_code == 0, result.output
+    found = read(project / "answers.scored.jsonl")
+    assert len({round(row["score"], 4) for row in found}) == 3
+    write(project / "long.jsonl", [ROWS[0], ROWS[0] | {"response": "tea " * 600}])
+    refused(score("long.jsonl"), "long.jsonl, row 2: mood: a prompt with its answer has", "its context holds 512")
 
 
 def test_conversations_completions_and_answers_that_were_cut_off(project: Path, score: Score) -> None:

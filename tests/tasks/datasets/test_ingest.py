@@ -16,7 +16,7 @@ from tasks import ingest
 from tasks.check_data import require_ratings
 from tasks.datasets.jsonl import read_jsonl, write_jsonl
 from tasks.datasets.prepare import prepare
-from tasks.datasets.raw import PRETRAINED
+from tasks.datasets.raw import PRETRAINED, REWARD_BASE
 from tasks.datasets.raw import TEXTS as PTX
 from tasks.params.ingest import IngestParams
 from tasks.schemas.validation import load
@@ -32,11 +32,13 @@ def execute(tmp_path, monkeypatch):
     """Run the stage's own work in an empty repository; returns the rows of each dataset and the metrics."""
     monkeypatch.chdir(tmp_path)
 
-    def call(params: IngestParams, prompts=None, texts=(), pretrained=None, sft=True, rewarded=True):
+    def call(
+        params: IngestParams, prompts=None, texts=(), pretrained=None, reward_base=None, sft=True, rewarded=True
+    ):
         metrics = {}
-        named = {"prompts": prompts, "texts": texts, "pretrained": pretrained}
+        named = {"prompts": prompts, "texts": texts, "pretrained": pretrained, "reward_base": reward_base}
         names = (*DATASETS, "ratings", "evaluation_prompts", "dropped")
-        outputs = Outputs(tmp_path, [*(f"data/ingest/{name}.jsonl" for name in names), PTX, PRETRAINED])
+        outputs = Outputs(tmp_path, [*(f"data/ingest/{name}.jsonl" for name in names), PTX, PRETRAINED, REWARD_BASE])
         stage = SimpleNamespace(
             params=params,
             blocks={"raw_files": named, "sft_enabled": sft, "reward_model": rewarded},
@@ -85,6 +87,7 @@ def test_what_later_stages_name_is_copied_and_nothing_else(execute, params, raw,
     assert made.evaluation_prompts == made.heldout
     assert [path.name for path in (tmp_path / PTX).iterdir()] == ["README.md"]
     assert json.loads((tmp_path / PRETRAINED).read_text()) == {}
+    assert json.loads((tmp_path / REWARD_BASE).read_text()) == {}
     before = {path: path.read_bytes() for path in (tmp_path / "data/ingest").rglob("*") if path.is_file()}
     (folder / "README.md").write_text("a page")
     (folder / "unnamed.jsonl").write_text('{"prompt": "other?"}\n')
