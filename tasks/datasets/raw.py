@@ -10,7 +10,7 @@ from rlhf_core.errors import UserError
 EVALUATION_PROMPTS = "data/ingest/evaluation_prompts.jsonl"
 TEXTS = "data/ingest/ptx"
 PRETRAINED = "data/ingest/pretrained.json"
-"""SHA-256 of each file in the folder of a pretrained model; empty where there is none."""
+"""SHA-256 of each file of a pretrained model below data/raw/; empty where there is none."""
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """The end of a path in DVC's cache, the target of links with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -44,12 +44,13 @@ def require_hub_id(value: str, key: str) -> None:
 
 
 def hashes_of_files(raw: Path, name: str | None) -> dict[str, str]:
-    """SHA-256 of each file in the model folder `name` below `raw`; empty where there is no such folder: then the name
-    is an id of the hub, and its revision is a parameter. Raises UserError for a link out of `raw`."""
-    if name is None or not (folder := below_raw(raw, name, "base.pretrained.model")).is_dir():
+    """SHA-256 of each file in the model folder `name` below `raw`, or of the GGUF file of that name; empty where there
+    is neither: then the name is an id of the hub, and its revision is a parameter. Raises UserError for a link out of
+    `raw`."""
+    if name is None or not (place := below_raw(raw, name, "base.pretrained.model")).exists():
         return {}
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    folder, found = place if place.is_dir() else place.parent, {}
+    for path in sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]:
         with path.open("rb") as file:
             found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return found
