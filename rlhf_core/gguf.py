@@ -1,24 +1,29 @@
-"""Models in GGUF files, the format of llama.cpp. transformers reads the weights, with the package `gguf`, and leaves
-out without an error what it does not know: its model is compared with the file. The tokenizer is built here."""
+"""Models in GGUF files, the format of llama.cpp: settings, weights and tokenizer come from the file, and what is not
+understood is refused. (transformers leaves it out without an error, and cuts some texts into other tokens.)"""
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
+    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
 )
 
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import Log, without_dropout
+from rlhf_core.models.hf import Log
 
+INSTEAD = "use the model's folder with config.json, tokenizer.json and safetensors"
 CONTROL, USER_DEFINED = 3, 4
 """Kinds of tokens in `tokenizer.ggml.token_type` that are one token wherever they are written."""
 SETTINGS = {
@@ -27,16 +32,31 @@ SETTINGS = {
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.dimension_count": "head_dim",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
 }
-"""Keys of the file, after the name of the architecture, and what they are called in transformers. A file with another
-key has a model that transformers would not compute."""
+"""Keys that a file must have, after the name of the architecture, and their names in transformers."""
+WIDTHS = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""Keys with the width of a head, which are the same number in the architectures that are read."""
+OPTIONAL = (*WIDTHS, "attention.head_count_kv", "rope.freq_base", "vocab_size")
+ARCHITECTURES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+"""`general.architecture` and the classes. Mistral's files are called llama, too."""
+WEIGHTS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names of modules in the file, within a layer `blk.N`, and in transformers."""
 ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 """Special tokens, by their names in transformers and in the file."""
 WORDS = (
@@ -67,45 +87,50 @@ def gguf_in(place: Path) -> Path | None:
 
 
 def load_gguf(file: Path, log: Log) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The language model of a GGUF file in float32, dropout off, and its tokenizer. `log` is called with the types of
-    the weights.
+    """The language model of a GGUF file in float32, dropout off, and its tokenizer. `log` is called with the number and
+    the types of the weights.
 
-    Raises UserError without the package gguf, for a damaged file, an architecture or a tokenizer that transformers does
-    not read, and where settings, weights or vocabulary differ from those in the file.
+    Raises UserError without the package gguf, for a damaged file, for an architecture, a setting, a weight or a
+    tokenizer that is not read, and where a weight is missing or its shape is not that of the settings.
     """
     reader, stated = _open(file)
-    config, tokenizer = _config(file, stated), _tokenizer(file, stated)
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            str(file.parent),
-            gguf_file=file.name,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, by name
-        )
-    except (NotImplementedError, RuntimeError, ValueError) as error:  # a type that is unknown to it
-        raise UserError(f"{file}: transformers cannot read its weights ({_line(error)})") from None
-    if missing := sorted({*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}):
-        raise UserError(f"{file}: weights are missing or have another shape ({_some(missing)})")
-    shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-    surplus = Counter(shapes.values()) - Counter(tuple(weight.shape) for weight in model.parameters())
-    if unread := [name for name, shape in shapes.items() if surplus[shape]]:
-        raise UserError(f"{file}: transformers does not read its weights {_some(unread)}, so the model would differ")
-    model.hf_quantizer.remove_quantization_config(model)  # its weights are plain numbers
-    if (turn_end := stated.get("tokenizer.ggml.eot_token_id")) is not None and model.generation_config is not None:
-        model.generation_config.eos_token_id = sorted({int(tokenizer.eos_token_id), int(turn_end)})
-    sizes: Counter[str] = Counter()
+    config, tokenizer = _config(file, reader, stated), _tokenizer(file, stated)
+    weights, sizes = dict[str, Tensor](), Counter[str]()
     for tensor in reader.tensors:
-        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+        name, weight = _weight(file, tensor)
+        if config.model_type == "llama" and (found := re.search(r"self_attn\.(q|k)_proj", name)):
+            heads = config.num_attention_heads if found[1] == "q" else config.num_key_value_heads
+            # llama.cpp turns pairs of neighbours, transformers the two halves of a head
+            weight = weight.view(heads, -1, 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+        weights[name] = weight.contiguous()
+        sizes[tensor.tensor_type.name] += weight.numel()
+    model, report = ARCHITECTURES[config.model_type].from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused below, by name
+    )
+    for names, problem in (
+        (report["unexpected_keys"], "weights have no place in the model, which would differ"),
+        (report["missing_keys"], "weights are missing"),
+        ((name for name, *_ in report["mismatched_keys"]), "weights have another shape than the settings say"),
+    ):
+        if listed := sorted(names):
+            more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+            raise UserError(f"{file}: {problem} ({', '.join(listed[:3])}{more}); {INSTEAD}")
+    if (turn_end := stated.get("tokenizer.ggml.eot_token_id")) is not None:
+        ends = {turn_end, stated.get("tokenizer.ggml.eos_token_id", turn_end)}
+        model.generation_config.eos_token_id = sorted(ends)
     kinds = ", ".join(f"{size:,} {kind}" for kind, size in sizes.most_common())
-    log(f"{file.name}: {sum(sizes.values()):,} weights in {len(shapes)} tensors, dequantised to float32 from {kinds}")
+    log(f"{file.name}: {sizes.total():,} weights in {len(weights)} tensors, dequantised to float32 from {kinds}")
     return model, tokenizer
 
 
 def load_gguf_config(file: Path) -> PreTrainedConfig:
     """The settings of the model in a GGUF file. Raises UserError as `load_gguf`; no weights are read."""
-    return _config(file, _open(file)[1])
+    return _config(file, *_open(file))
 
 
 def load_gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
@@ -132,33 +157,47 @@ def _open(file: Path) -> tuple[Any, dict[str, Any]]:
     return reader, stated
 
 
-def _config(file: Path, stated: dict[str, Any]) -> PreTrainedConfig:
+def _config(file: Path, reader: Any, stated: dict[str, Any]) -> PreTrainedConfig:
     kind = stated["general.architecture"]
-    try:
-        config = without_dropout(AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name))
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{file}: transformers cannot read the architecture {kind} ({_line(error)})") from None
-    wanted = {name.removeprefix(f"{kind}."): value for name, value in stated.items() if name.startswith(f"{kind}.")}
-    if unknown := sorted(wanted.keys() - SETTINGS.keys()):
+    if kind not in ARCHITECTURES:
+        raise UserError(f"{file}: the architecture {kind} is not read (only {', '.join(ARCHITECTURES)}); {INSTEAD}")
+    given = {name.removeprefix(f"{kind}."): value for name, value in stated.items() if name.startswith(f"{kind}.")}
+    if lacking := sorted(SETTINGS.keys() - given.keys()):
+        raise UserError(f"{file}: {kind}.{lacking[0]} is missing; {INSTEAD}")
+    width = given.get("attention.key_length", given["embedding_length"] // given["attention.head_count"])
+    wrong = {name for name in given.keys() & set(WIDTHS) if given[name] != width}
+    if unread := sorted(given.keys() - SETTINGS.keys() - set(OPTIONAL) | wrong):
         raise UserError(
-            f"{file}: transformers does not read {kind}.{unknown[0]} ({wanted[unknown[0]]}), so the model would "
-            "differ; use the model's folder with config.json and safetensors"
+            f"{file}: {kind}.{unread[0]} ({given[unread[0]]}) is not read, so the model would differ; {INSTEAD}"
         )
-    # What llama.cpp takes where the file says nothing.
-    wanted.setdefault("vocab_size", len(stated["tokenizer.ggml.tokens"]))
-    wanted.setdefault("rope.freq_base", 10000.0)
-    wanted.setdefault("attention.head_count_kv", wanted.get("attention.head_count"))
-    rope = config.rope_parameters or {}
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    made = {**config.to_dict(), "head_dim": width, "rope_theta": rope.get("rope_theta")}
-    for name, value in wanted.items():
-        if made.get(SETTINGS[name]) != value:
-            raise UserError(
-                f"{file}: {kind}.{name} is {value}, and transformers makes a model with {made.get(SETTINGS[name])}; "
-                "use the model's folder with config.json and safetensors"
-            )
-    vars(config).pop("_model_name_or_path", None)  # the name of the model in the file
+    tokens, tied = stated["tokenizer.ggml.tokens"], all(tensor.name != "output.weight" for tensor in reader.tensors)
+    config: PreTrainedConfig = ARCHITECTURES[kind].config_class(
+        **{new: given[old] for old, new in SETTINGS.items()},
+        # What llama.cpp takes where the file does not say it.
+        num_key_value_heads=given.get("attention.head_count_kv", given["attention.head_count"]),
+        rope_parameters={"rope_type": "default", "rope_theta": given.get("rope.freq_base", 10000.0)},
+        vocab_size=given.get("vocab_size", len(tokens)),
+        head_dim=width,
+        tie_word_embeddings=tied,
+        bos_token_id=stated.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=stated.get("tokenizer.ggml.eos_token_id"),
+        pad_token_id=stated.get("tokenizer.ggml.padding_token_id"),
+    )
     return config
+
+
+def _weight(file: Path, tensor: Any) -> tuple[str, Tensor]:
+    """The name in transformers and the numbers of a tensor, in float32. A tensor without a name there keeps its own."""
+    from gguf import dequantize
+
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", tensor.name)
+    name = tensor.name
+    if found and (module := WEIGHTS.get(found[2])):
+        name = f"{f'model.layers.{found[1]}.' if found[1] else ''}{module}.{found[3]}"
+    try:
+        return name, torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+    except NotImplementedError:
+        raise UserError(f"{file}: {tensor.name} has the type {tensor.tensor_type.name}, which is not read") from None
 
 
 def _tokenizer(file: Path, stated: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -169,7 +208,7 @@ def _tokenizer(file: Path, stated: dict[str, Any]) -> PreTrainedTokenizerBase:
         ends = " that ends every text" if stated.get("tokenizer.ggml.add_eos_token") else ""
         raise UserError(
             f"{file}: has a tokenizer {kind}/{split}{ends}; read are {', '.join(f'gpt2/{name}' for name in SPLITS)}; "
-            "use the model's folder with tokenizer.json"
+            f"{INSTEAD}"
         )
     tokens, kinds = stated["tokenizer.ggml.tokens"], stated.get("tokenizer.ggml.token_type", [])
     vocabulary = {token: place for place, token in enumerate(tokens)}
@@ -199,7 +238,7 @@ def _tokenizer(file: Path, stated: dict[str, Any]) -> PreTrainedTokenizerBase:
     further = [token for token, kind in zip(tokens, kinds, strict=False) if kind == USER_DEFINED]
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     backend.add_tokens([AddedToken(token, normalized=False) for token in further])
-    return PreTrainedTokenizerFast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         additional_special_tokens=[token for token in control if token not in special.values()],
         chat_template=stated.get("tokenizer.chat_template"),
@@ -207,11 +246,9 @@ def _tokenizer(file: Path, stated: dict[str, Any]) -> PreTrainedTokenizerBase:
         padding_side="left",
         **special,
     )
+    tokenizer.name_or_path = str(file)  # for messages
+    return tokenizer
 
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

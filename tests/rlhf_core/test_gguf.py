@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, GPT2Tokenizer, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from rlhf_core.errors import UserError
@@ -67,6 +67,20 @@ def test_quantised_weights_are_close_and_the_log_says_what_they_were(write: Writ
     assert "Q8_0, 160 F32" in lines[0]
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_qwen_is_read(kind: str, write: Write, build_lm: Any) -> None:
+    model = build_lm(kind)
+    read, _ = load_gguf(write(model), print)
+    assert type(read) is type(model)
+    assert logits(read).equal(logits(model))
+
+
+def test_transformers_reads_the_same_model(write: Write, model: PreTrainedModel) -> None:
+    file = write()
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    assert logits(theirs).equal(logits(model))
+
+
 def test_a_head_of_its_own_is_read(write: Write, build_lm: Any) -> None:
     untied = tiny_llama(build_lm, tie_word_embeddings=False)
     read, _ = load_gguf(write(untied), print)
@@ -109,13 +123,21 @@ def test_a_text_begins_with_the_token_that_the_file_says(write: Write) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"llama__rope__scaling__factor": 8.0}, r"does not read llama\.rope\.scaling\.factor \(8\.0\)"),
-        ({"llama__attention__key_length": 16}, r"llama\.attention\.key_length is 16, and .* a model with 8"),
-        ({"llama__rope__freq_base": 500.0, "llama__vocab_size": 61}, "missing or have another shape"),
-        ({"general__architecture": "rwkv7"}, "cannot read the architecture rwkv7"),
-        ({"extra": {"rope_freqs.weight": torch.ones(4)}}, r"does not read its weights rope_freqs\.weight, so"),
-        ({"without": "blk.1.ffn_up.weight"}, r"weights are missing .*\(model\.layers\.1\.mlp\.up_proj\.weight\)"),
-        ({"llama__feed_forward_length": 48}, r"another shape \(model\.layers\.0\.mlp\.down_proj\.weight, "),
+        (
+            {"llama__rope__scaling__factor": 8.0},
+            r"llama\.rope\.scaling\.factor \(8\.0\) is not read, so the model would",
+        ),
+        ({"llama__attention__value_length": 16}, r"llama\.attention\.value_length \(16\) is not read"),
+        ({"llama__block_count": None}, r"llama\.block_count is missing"),
+        ({"llama__vocab_size": 61}, r"another shape than the settings say \(model\.embed_tokens\.weight\)"),
+        ({"llama__feed_forward_length": 48}, r"another shape .* \(model\.layers\.0\.mlp\.down_proj\.weight, "),
+        ({"general__architecture": "rwkv7"}, r"the architecture rwkv7 is not read \(only llama, qwen2, qwen3\)"),
+        ({"extra": {"rope_freqs.weight": torch.ones(4)}}, r"no place in the model, .* \(rope_freqs\.weight\)"),
+        (
+            {"extra": {"blk.0.attn_q.bias": torch.ones(32)}},
+            r"no place in the model, .*layers\.0\.self_attn\.q_proj\.bias",
+        ),
+        ({"without": "blk.1.ffn_up.weight"}, r"weights are missing \(model\.layers\.1\.mlp\.up_proj\.weight\)"),
         ({"tokenizer__ggml__pre": "tekken"}, "has a tokenizer gpt2/tekken; read are gpt2/gpt-2, "),
         ({"tokenizer__ggml__model": "llama"}, "has a tokenizer llama/gpt-2; read are"),
         ({"tokenizer__ggml__add_eos_token": True}, "has a tokenizer gpt2/gpt-2 that ends every text"),
