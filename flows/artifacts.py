@@ -44,8 +44,9 @@ def report_page(root: Path) -> str:
         lines += [f"DVC experiment: `{name}`; `dvc exp apply {name}` brings report and models", ""]
     else:
         lines += [f"Report: `{root / 'report' / 'index.html'}`", "", f"Models: `{root / 'models'}`", ""]
-    if figures := summary.read(root):
-        evaluation = json.loads((root / "metrics" / "evaluate.json").read_text(encoding="utf-8"))
+    file = root / "metrics" / "evaluate.json"  # a clone without results has the summary alone, which git keeps
+    if file.exists() and (figures := summary.read(root)):
+        evaluation = json.loads(file.read_text(encoding="utf-8"))
         lines += ["| | |", "|---|---|", f"| judge of the wins | {_as_markdown(str(evaluation['win_rate_judge']))} |"]
         lines += [f"| {summary.FIGURES.get(name, name)} | {_text(value)} |" for name, value in figures.items()]
     return "\n".join(lines) + "\n"

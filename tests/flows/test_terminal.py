@@ -103,6 +103,8 @@ def test_metrics_are_flattened_and_null_figures_left_out(tmp_path: Path) -> None
     assert "| judge of the wins | a\\_b |\n| win rate of the policy against SFT | 0.9 |" in page
     assert "gold" not in page
     assert "\nCommit: none\n" in page
+    (tmp_path / "metrics" / "evaluate.json").unlink()  # a clone, whose summary is of another run
+    assert "win rate" not in report_page(tmp_path)
 
 
 def test_the_page_of_a_run_names_its_commit_and_uncommitted_changes(toy: Callable[..., Path]) -> None:
