@@ -164,9 +164,12 @@ def _config(file: Path, reader: Any, stated: dict[str, Any]) -> PreTrainedConfig
     given = {name.removeprefix(f"{kind}."): value for name, value in stated.items() if name.startswith(f"{kind}.")}
     if lacking := sorted(SETTINGS.keys() - given.keys()):
         raise UserError(f"{file}: {kind}.{lacking[0]} is missing; {INSTEAD}")
-    width = given.get("attention.key_length", given["embedding_length"] // given["attention.head_count"])
-    wrong = {name for name in given.keys() & set(WIDTHS) if given[name] != width}
-    if unread := sorted(given.keys() - SETTINGS.keys() - set(OPTIONAL) | wrong):
+    unread = sorted(given.keys() - SETTINGS.keys() - set(OPTIONAL))
+    unread += [name for name, value in given.items() if isinstance(value, list)]  # another number in each layer
+    if not unread:
+        width = given.get("attention.key_length", given["embedding_length"] // given["attention.head_count"])
+        unread += [name for name in WIDTHS if given.get(name, width) != width]
+    if unread:
         raise UserError(
             f"{file}: {kind}.{unread[0]} ({given[unread[0]]}) is not read, so the model would differ; {INSTEAD}"
         )
@@ -214,19 +217,24 @@ def _tokenizer(file: Path, stated: dict[str, Any]) -> PreTrainedTokenizerBase:
     vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in stated.get("tokenizer.ggml.merges", [])]
     named = {name: stated.get(f"tokenizer.ggml.{key}_token_id") for name, key in ROLES.items()}
-    special = {name: tokens[place] for name, place in named.items() if place is not None and place < len(tokens)}
     begins = bool(stated.get("tokenizer.ggml.add_bos_token"))
-    if len(vocabulary) < len(tokens) or not all("".join(merge) in vocabulary for merge in merges):
-        raise UserError(f"{file}: is damaged: its tokens and merges do not fit together; download it again")
-    if begins and "bos_token" not in special:
-        raise UserError(f"{file}: is damaged: every text begins with a token that is not named; download it again")
+    if (
+        len(vocabulary) < len(tokens)
+        or not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges)
+        or not all(place is None or place < len(tokens) for place in named.values())
+        or (begins and named["bos_token"] is None)
+    ):
+        raise UserError(f"{file}: its tokens, merges and special tokens do not fit together; {INSTEAD}")
+    special = {name: tokens[place] for name, place in named.items() if place is not None}
 
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split == "llama-bpe"))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=SPLITS[split] is None)
-    first = pre_tokenizers.Digits(individual_digits=True) if split == "smollm" else None
-    if pattern := SPLITS[split]:
-        first = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    backend.pre_tokenizer = byte_level if first is None else pre_tokenizers.Sequence([first, byte_level])
+    pattern, cuts = SPLITS[split], list[Any]()
+    if split == "smollm":
+        cuts.append(pre_tokenizers.Digits(individual_digits=True))
+    if pattern is not None:
+        cuts.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, byte_level])
     backend.normalizer = normalizers.NFC() if split == "qwen2" else None
     backend.decoder = decoders.ByteLevel()
     if begins:
