@@ -18,14 +18,17 @@ from typer.testing import CliRunner, Result
 
 from flows.cli import app
 from flows.commands import fetch
+from flows.commands.imports.importer import import_data
 from rlhf_core.data.tokenizer import CHAT_TEMPLATE, train_bpe
 from rlhf_core.models.hf import save_checkpoint
+from tasks.datasets.jsonl import write_jsonl
 from tests.rlhf_core.gguf_files import tiny_llama, write_gguf
 
 pytest.importorskip("gguf", reason="needs the package gguf (the extra [gguf])")
 
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "rlhf_core" / "conftest.py")))
 Leash = Callable[..., Result]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +167,22 @@ def test_another_model_of_that_name_is_kept(leash: Leash, root: Path) -> None:
     assert "holds another model, or an unfinished one; move it away" in found.stderr
     assert tree(root) == ["data/raw/tiny/config.json"]
     assert "no such model; there are tiny" in leash("qwen").stderr
+
+
+def test_import_and_plan_read_the_gguf_file(leash: Leash, root: Path, shop: Path, tmp_path: Path) -> None:
+    """The rows are shown as its tokenizer reads them, and its settings are those of the plan."""
+    text = (ROOT / "examples/tiny.yaml").read_text(encoding="utf-8")
+    start, end = text.index("base:"), text.index("sft:")
+    (root / "params.yaml").write_text(
+        f"{text[:start]}base: {{source: pretrained, pretrained: {{model: tiny.gguf}}}}\n{text[end:]}", encoding="utf-8"
+    )
+    (root / "data/raw").mkdir(parents=True)
+    shutil.copy(shop / "tiny.gguf", root / "data/raw")
+    rows = [{"prompt": f"question {i}", "response": "an answer"} for i in range(20)]
+    write_jsonl(tmp_path / "rows/train.jsonl", rows)
+    lines: list[str] = []
+    import_data(tmp_path / "rows", root, log=lines.append)
+    assert any("as the model reads it" in line for line in lines)
+    planned = CliRunner().invoke(app, ["plan", "--json"])
+    assert planned.exit_code in (0, 1), planned.output
+    assert "27168" in planned.stdout
