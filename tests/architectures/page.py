@@ -49,6 +49,11 @@ the weights of experts are no linear layers and stay frozen. No auxiliary loss b
   language model, whatever its head is called. Weights of the model's own layers that config.json leaves out, and an
   output layer that config.json ties to the embedding and that has other weights, are refused. Other tensors that have
   no place in the model, such as the `v_head` of a policy of TRL, are named in the log.
+- **GGUF.** Settings, weights and tokenizer come from the file alone, for the architectures `llama` (as Mistral's files
+  are called), `qwen2` and `qwen3` with a byte-level tokenizer (`gpt-2`, `smollm`, `qwen2`, `llama-bpe`). The
+  weights become float32; the log says what they were. A setting, a weight or a tokenizer that is not read is an error
+  that names it, such as the `rope_freqs` of Llama 3.1. transformers leaves such things out, and cuts the white space
+  before numbers into other tokens than SmolLM2 was trained with.
 - **Date.** A chat template that writes today's date would give other tokens tomorrow. The saved one writes 26 Jul 2024.
   A template that depends on the date in a way that cannot be fixed is refused.
 - **End of an answer.** Answers close with the control token with which the chat template closes them, such as

