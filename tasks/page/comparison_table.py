@@ -72,7 +72,7 @@ class Cell:
     best: bool = False
 
 
-RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}"}
+RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}", "gdpo": "GDPO"}
 """Display names of methods that are not the published ones."""
 
 
