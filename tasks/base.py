@@ -86,7 +86,8 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
         reason = " ".join(str(error).split())
         raise UserError(f"base.pretrained.model: cannot load {settings.model}: {reason}") from None
     require_cache(model)
-    tokenizer, repairs = complete(tokenizer, stage.params.pad_token, stage.params.format == "text")
+    plain, values = stage.params.format == "text", stage.params.chat_template_kwargs
+    tokenizer, repairs = complete(tokenizer, stage.params.pad_token, plain, values)
     for repair in repairs:
         stage.log(f"tokenizer repaired: {repair}")
     fit_vocabulary(model, tokenizer)

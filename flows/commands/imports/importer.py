@@ -161,14 +161,14 @@ def _of_the_run(root: Path) -> tuple[SplitParams, "PreTrainedTokenizerBase | Non
         params = parse(Params, read_yaml(root / PARAMS_FILE))
     except UserError:  # it is reported by the stage `check`
         return SPLIT, None
-    split = SPLIT if params.ingest.source == "demo" else params.ingest.split
-    folder = root / RAW / params.base.pretrained.model if params.base.pretrained else None
-    if params.base.source != "pretrained" or folder is None or not folder.is_dir():
+    split, base = SPLIT if params.ingest.source == "demo" else params.ingest.split, params.base
+    folder = root / RAW / base.pretrained.model if base.pretrained else None
+    if base.source != "pretrained" or folder is None or not folder.is_dir():
         return split, None
     from rlhf_core.data.tokenizer import complete, read_tokenizer  # imports transformers
 
     tokenizer = read_tokenizer(folder, trust_remote_code=params.trust_remote_code)
-    return split, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
+    return split, complete(tokenizer, base.pad_token, base.format == "text", base.chat_template_kwargs)[0]
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:
