@@ -201,6 +201,15 @@ def test_a_step_of_equal_groups_makes_no_update_and_says_so(make_trainer: MakeTr
         assert not [alert for alert in monitor.observe(row) if alert.name in ("frozen_reward", "stale_data")]
 
 
+def test_rule_07_the_first_ratio_is_1_in_other_micro_batches_than_those_of_the_rollout(
+    make_trainer: MakeTrainer,
+) -> None:
+    for precision in ("float32", "bfloat16"):
+        options = {"precision": precision, "batch_size": 32, "minibatches": 1, "micro_batch_size": 16}
+        trainer = make_trainer(**GROUPS, **options, skip_equal_groups=True, scorer=first_prompts_differ, **NO_PENALTY)
+        assert trainer.step()["optimizer_steps"] == 2
+
+
 def test_the_share_of_equal_groups_is_logged_for_methods_of_groups_only(make_trainer: MakeTrainer) -> None:
     row = make_trainer(**GROUPS, scorer=first_prompts_differ, **NO_PENALTY).step()
     assert 0 < (row["equal_groups_share"] or 0.0) < 1
