@@ -2,8 +2,9 @@
 touch a network."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -88,16 +89,24 @@ def _pretrained(stage: Stage[BaseParams]) -> tuple[PreTrainedModel, PreTrainedTo
     settings = stage.params.pretrained
     assert settings is not None  # the parameters' own check
     source = _locate(settings, stage.root, stage.read_json(PRETRAINED))
-    pad, plain = stage.params.pad_token, stage.params.format == "text"
-    return load_pretrained(source, settings.revision, pad, plain, trust_remote_code=trusts(stage), log=stage.log)
+    return load_pretrained(
+        source,
+        settings.revision,
+        stage.params.pad_token,
+        plain=stage.params.format == "text",
+        template_values=stage.params.chat_template_kwargs,
+        trust_remote_code=trusts(stage),
+        log=stage.log,
+    )
 
 
 def load_pretrained(
     source: Path | str,
     revision: str | None = None,
     pad_token: str = "<|pad|>",
-    plain: bool = False,
     *,
+    plain: bool = False,
+    template_values: Mapping[str, bool | int | str] = MappingProxyType({}),
     trust_remote_code: bool = False,
     log: Log = print,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -108,6 +117,7 @@ def load_pretrained(
         revision: of the hub id.
         pad_token: is added to a tokenizer without a token for padding.
         plain: the model continues texts, without turns.
+        template_values: fixed values of the chat template's variables.
         trust_remote_code: lets the folder's own Python code run.
 
     Raises UserError as `load_gguf`, `load_causal_lm`, `require_cache` and `complete`.
@@ -121,7 +131,7 @@ def load_pretrained(
     except (OSError, ValueError) as error:
         raise UserError(f"base.pretrained.model: cannot load {source}: {' '.join(str(error).split())}") from None
     require_cache(model)
-    tokenizer, repairs = complete(tokenizer, pad_token, plain)
+    tokenizer, repairs = complete(tokenizer, pad_token, plain, template_values)
     for repair in repairs:
         log(f"tokenizer repaired: {repair}")
     fit_vocabulary(model, tokenizer)

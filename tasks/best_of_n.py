@@ -9,7 +9,7 @@ from tasks.evaluation.prompts import evaluation_prompts, source_of
 from tasks.params.best_of_n import BestOfNParams
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.loader import parse
-from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.long_rows import fitting_prompts
 from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -27,13 +27,9 @@ def execute(stage: Stage[BestOfNParams]) -> None:
     settings = parse(EvaluateParams, stage.blocks["answers"], "evaluate")
     tokenizer = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage))
     model = load_frozen(stage, stage.root / SFT)
-    kept, too_long = fitting(
-        stage,
-        source_of(settings),
-        evaluation_prompts(stage, settings),
-        prompt_encoder(tokenizer),
-        context_length(model),
-        reserve=settings.max_new_tokens,
+    kept, too_long = fitting_prompts(
+        *(stage, source_of(settings), evaluation_prompts(stage, settings), tokenizer, context_length(model)),
+        *(settings.max_new_tokens, settings.max_prompt_tokens),
     )
     count = max(stage.params.n)
     candidates = draw_candidates(

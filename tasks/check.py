@@ -26,8 +26,8 @@ def execute(stage: Stage[Block]) -> None:
     content = read_yaml()
     params, known = parse(Params, content), with_derived(content)
     require_libraries(content)
-    for key in ("temperature", "max_new_tokens"):
-        trained, measured = getattr(params.ppo, key), getattr(params.evaluate, key)
+    for key in ("temperature", "max_new_tokens", "max_prompt_tokens"):
+        trained, measured = ("null" if (v := getattr(b, key)) is None else v for b in (params.ppo, params.evaluate))
         if trained != measured:
             stage.log(
                 f"remark: evaluate.{key} is {measured}, and ppo.{key} is {trained}: scores and KL of the report are "

@@ -81,7 +81,10 @@ def evaluator_of(stage: Stage[EvaluateParams]) -> tuple[Evaluator, int]:
         stage.root, sft.tokenizer, params.batch_size, ScalarModels(trusts(stage), stage.precision, log=stage.log)
     )
     judge = judge_of(stage) if params.prompts == HELDOUT else None  # the demo's judge scores the demo's prompts only
-    return build_evaluator(stage, source_of(params), rows, sft, params, judge, judging=judging)
+    longest = params.max_prompt_tokens
+    return build_evaluator(
+        stage, source_of(params), rows, sft, params, judge, judging=judging, max_prompt_tokens=longest
+    )
 
 
 def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:

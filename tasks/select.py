@@ -64,7 +64,11 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
     rows = validation_prompts(stage)[: stage.params.prompts]
     source = f"{prompts_path(stage)}, distinct validation prompts"
     # `purpose`: other random numbers than in `evaluate`
-    evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
+    evaluator, _ = build_evaluator(
+        *(stage, source, rows, sft, config, judge_of(stage)),
+        purpose="select ",
+        max_prompt_tokens=config.max_prompt_tokens,  # the policy is chosen by prompts as it was trained on
+    )
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, 0.0, start)]
     policy = None

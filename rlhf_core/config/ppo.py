@@ -10,6 +10,9 @@ from rlhf_core.config.paths import BelowRaw
 from rlhf_core.config.precision import Recomputed
 
 LossAverage = Literal["tokens", "answer_means", "answer_sums"]
+RatioKind = Literal["token", "sequence"]
+OF_GROUPS = ("rloo", "grpo", "dr_grpo", "gdpo")
+"""The advantages that compare the answers to one prompt."""
 
 
 class KLConfig(Block):
@@ -28,7 +31,7 @@ class KLConfig(Block):
     """`reward`: the penalty is subtracted from the reward of each token. `loss`: it is a term of the loss."""
     estimator: Literal["k1", "rho_k1", "rho_k3", "k2", "full", "k3"] = "k1"
     """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, full (exact, from the logits of both
-    models), or k3 for `advantage: grpo` and `dr_grpo`, as published."""
+    models), or k3 for `advantage: grpo`, `dr_grpo` and `gdpo`, as published."""
 
     @model_validator(mode="after")
     def _right_optimum(self) -> "KLConfig":
@@ -140,7 +143,7 @@ class PPOConfig(Block):
     batch_size: Positive = 256
     """Responses per PPO step."""
     samples_per_prompt: Positive = 1
-    """Responses to each prompt of a step; `rloo`, `grpo` and `dr_grpo` need 2 or more."""
+    """Responses to each prompt of a step; `rloo`, `grpo`, `dr_grpo` and `gdpo` need 2 or more."""
     minibatches: Positive = 4
     """Parts of the batch; one optimizer step for each part."""
     micro_batch_size: Positive = 64
@@ -160,15 +163,27 @@ class PPOConfig(Block):
     """Passes over the responses of a step."""
     learning_rate: PositiveNumber = 1e-6
     """Learning rate of the policy."""
-    advantage: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo"] = "gae"
+    advantage: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo", "gdpo"] = "gae"
     """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo`,
-    `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation."""
+    `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation; `gdpo`
+    (Liu et al. 2026) does so for each term of `scorer` apart, and adds the results with the terms' weights."""
+    skip_equal_groups: bool = False
+    """Leave out the answers to a prompt that all have the same score: no gradient, and no part in averages (DAPO, Yu et
+    al. 2025, without sampling others in their place). A step in which all groups are equal makes no update."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """`mask`: policy and critic do not learn from answers that were cut off (DAPO's overlong filtering); they are still
+    scored, logged, and compared with. Needs `score.missing_eos_penalty: 0`."""
     loss_average: LossAverage = "tokens"
     """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
     each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum, divided by `max_new_tokens`,
     a constant that gives the gradient the scale of the others."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """ε: a ratio π_θ/π_old beyond 1 ± ε brings no further gain."""
+    """ε: a ratio π_θ/π_old beyond 1 ± ε brings no further gain. With `ratio: sequence` about 3e-4."""
+    clip_ratio_high: PositiveNumber | None = None
+    """ε of the upper side, 1 + ε (DAPO: 0.28, so that unlikely tokens can become likelier); null: as `clip_ratio`."""
+    ratio: RatioKind = "token"
+    """`token`: each token has its own ratio. `sequence` (GSPO, Zheng et al. 2025): an answer has one, the geometric
+    mean of its tokens' ratios, which is clipped as a whole. It varies far less: `clip_ratio` is about 3e-4 there."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Largest loss of a token with negative advantage, as a multiple of the advantage; 3 is usual, null: no limit."""
     stop_kl: PositiveNumber | None = None
@@ -192,6 +207,8 @@ class PPOConfig(Block):
     temperature."""
     max_new_tokens: Positive = 256
     """Longest response, in tokens."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt, in tokens; `long_rows` says what happens to longer ones. null: what the model's context holds."""
     engine: Literal["leash", "vllm"] = "leash"
     """What samples the responses: our own sampler, or a vLLM server (CUDA only; vLLM is to be installed
     separately)."""
@@ -285,7 +302,7 @@ class PPOConfig(Block):
                 f"batch_size {self.batch_size} counts responses and must be a multiple of samples_per_prompt "
                 f"{self.samples_per_prompt}"
             )
-        if self.advantage in ("rloo", "grpo", "dr_grpo") and self.samples_per_prompt < 2:
+        if self.advantage in OF_GROUPS and self.samples_per_prompt < 2:
             raise ValueError(
                 f"advantage {self.advantage} compares answers to one prompt; set samples_per_prompt to 2 or more"
             )
@@ -298,11 +315,57 @@ class PPOConfig(Block):
     @model_validator(mode="after")
     def _k3_is_that_of_grpo(self) -> "PPOConfig":
         in_loss = self.kl.penalty == "loss" and self.kl.estimator == "k3"
-        if in_loss and self.advantage not in ("grpo", "dr_grpo"):
+        if in_loss and self.advantage not in ("grpo", "dr_grpo", "gdpo"):
             raise ValueError(
                 "kl.estimator k3 in the loss has the gradient of the other KL; use rho_k1, rho_k3, k2 or full "
-                "(only advantage grpo and dr_grpo take it, as published)"
+                "(only advantage grpo, dr_grpo and gdpo take it, as published)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _left_out(self) -> "PPOConfig":
+        if self.skip_equal_groups and self.advantage not in OF_GROUPS:
+            raise ValueError(
+                f"skip_equal_groups compares the answers to one prompt, and advantage {self.advantage} does not; set "
+                f"it to false, or use {', '.join(OF_GROUPS)}"
+            )
+        if self.truncated == "mask" and self.score.missing_eos_penalty:
+            raise ValueError(
+                "truncated: mask leaves answers without an end out, so a penalty would only move the baseline of the "
+                "others; set score.missing_eos_penalty to 0, or truncated to keep"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequence_ratio_fits(self) -> "PPOConfig":
+        if self.ratio == "token":
+            return self
+        if self.has_critic:
+            raise ValueError(
+                "ratio: sequence has one ratio for an answer, and advantage gae an advantage for each token; use "
+                f"ratio: token, or {', '.join(OF_GROUPS)}"
+            )
+        if self.loss_average != "answer_means":
+            raise ValueError(
+                "ratio: sequence is published with the mean over answers; set loss_average to answer_means"
+            )
+        if self.importance_cap is not None:
+            raise ValueError(
+                "importance_cap weighs tokens, and ratio: sequence has none of its own; remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gdpo_is_the_published(self) -> "PPOConfig":
+        if self.advantage != "gdpo":
+            return self
+        if self.kl.penalty == "reward" and self.kl.coef:
+            raise ValueError(
+                "advantage gdpo compares each term of the score apart, and a KL penalty in the reward is none; set "
+                "kl.penalty to loss with estimator k3, or kl.coef to 0"
+            )
+        if not self.whiten_advantages:
+            raise ValueError("advantage gdpo ends with whitening over the batch; set whiten_advantages to true")
         return self
 
     @model_validator(mode="after")

@@ -106,6 +106,13 @@ class WeightedSum:
         return Scored(total, parts)
 
 
+def term_weights(scorer: Scorer) -> dict[str, float]:
+    """The weight of each part that is a term of the score; empty for a scorer without terms."""
+    if isinstance(scorer, Observed):
+        return term_weights(scorer.scorer)
+    return {name: weight for name, (weight, _) in scorer.terms.items()} if isinstance(scorer, WeightedSum) else {}
+
+
 def correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Pearson's correlation; None where one side does not vary or there are fewer than two values."""
     if len(first) < 2 or any(min(values) == max(values) for values in (first, second)):

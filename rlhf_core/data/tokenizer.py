@@ -7,9 +7,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, cast
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
+from jinja2.meta import find_undeclared_variables
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoTokenizer,
@@ -69,6 +71,10 @@ CLOCKS = (datetime(1999, 2, 6, 4, 5, 6, 7), datetime(2032, 11, 24, 17, 48, 59, 8
 DIRECTIVES = tuple(f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcCdDeFfgGhHIjklmMpPrRsSTuUVwWxXyY")
 """What strftime writes; "-" is for numbers without a zero before them."""
 TODAY = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
+PASSED = ("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now")
+"""What transformers passes to every chat template, besides the special tokens."""
+GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Marks of transformers around an assistant's text, which jinja does not know."""
 FOR_PADDING = (re.compile("pad", re.IGNORECASE), re.compile("reserved|unused|extra", re.IGNORECASE), re.compile(""))
 """Names of control tokens in the order in which they are chosen as pad token."""
 
@@ -136,11 +142,14 @@ def classifier_tokenizer(
 
 
 def complete(
-    tokenizer: PreTrainedTokenizerBase, pad_token: str, plain: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    pad_token: str,
+    plain: bool = False,
+    values: Mapping[str, bool | int | str] = MappingProxyType({}),
 ) -> tuple[PreTrainedTokenizerBase, list[str]]:
     """Add a pad token and a chat template to a pretrained tokenizer that has none, and `settle` it. `plain`: the
     template of a model that continues texts, in place of its own. A control token without a use becomes the pad token;
-    `pad_token` is added where there is none.
+    `pad_token` is added where there is none. `values`: see `set_defaults`.
 
     Returns the tokenizer, and the changes as text for the log. Raises UserError without an eos token.
     """
@@ -154,7 +163,7 @@ def complete(
         repairs.append("chat template added: ChatML, whose tokens the tokenizer has")
     elif not tokenizer.chat_template:
         tokenizer.chat_template, added = CHAT_TEMPLATES[starts], "chat template added"
-    repairs += settle(tokenizer)
+    repairs += set_defaults(tokenizer, values) + settle(tokenizer)
     if tokenizer.eos_token_id is None:
         raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos token; a response could never end")
     with rendering(tokenizer):
@@ -174,6 +183,33 @@ def complete(
         repairs.append(added)
     tokenizer.padding_side = "left"
     return require_usable(tokenizer), repairs
+
+
+def set_defaults(tokenizer: PreTrainedTokenizerBase, values: Mapping[str, bool | int | str]) -> list[str]:
+    """Give variables of the chat template, such as Qwen 3's `enable_thinking`, these values where a caller passes none:
+    they are written at the head of the template, and so are saved and loaded with it.
+
+    Returns the changes as text for the log. Raises UserError for a name that the template does not read, or that every
+    rendering passes, such as `messages`.
+    """
+    if not values:
+        return []
+    with rendering(tokenizer):
+        template = tokenizer.get_chat_template()
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        read = find_undeclared_variables(environment.parse(GENERATION.sub("", template)))
+    free = read - {*PASSED, *environment.globals, *tokenizer.special_tokens_map}
+    if unknown := sorted(values.keys() - free):
+        names = ", ".join(sorted(free)) or "no variable of its own"
+        raise UserError(
+            f"base.chat_template_kwargs: the chat template of {tokenizer.name_or_path} does not read "
+            f"{', '.join(unknown)}; it reads {names}"
+        )
+    for name, value in values.items():
+        written = json.dumps(value, ensure_ascii=False)
+        template = f"{{%- if {name} is not defined %}}{{%- set {name} = {written} %}}{{%- endif %}}\n{template}"
+    tokenizer.chat_template = template
+    return [f"the chat template's {name} is {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
 
 
 def settle(tokenizer: PreTrainedTokenizerBase) -> list[str]:

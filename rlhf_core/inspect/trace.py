@@ -18,6 +18,7 @@ from rlhf_core.finite import at_step
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
 from rlhf_core.ppo.credit import assign_credit
+from rlhf_core.ppo.losses import policy_ratio
 from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout
@@ -34,9 +35,9 @@ class Reading:
     logprob: float
     """log π_θ, nats."""
     ratio: float
-    """ρ = π_θ/π_old."""
+    """ρ = π_θ/π_old; with `ratio: sequence` that of the whole answer."""
     clipped: bool
-    """Whether ρ lies outside [1−ε, 1+ε]."""
+    """Whether ρ lies outside [1−ε, 1+ε_high]."""
     pull: float
     """−∂(policy loss)/∂log π_θ of this token; 0 where it is clipped."""
     policy_loss: float
@@ -138,6 +139,9 @@ class Trace:
     prompt_tokens: int
     text: str
     ended: bool
+    trained: bool
+    """Whether the step learns from it: not where its group has equal scores, or it was cut off, and the settings leave
+    such answers out."""
     score_raw: float
     score_normalised: float
     """Normalised or scaled, and clipped; before the penalty for a response without an end."""
@@ -221,6 +225,7 @@ def trace_step(trainer: PPOTrainer, rows: Sequence[int]) -> list[Trace]:
             prompt_tokens=len(rollout.prompt_ids[row]),
             text=rollout.texts[row],
             ended=bool(rollout.ended[row]),
+            trained=bool(credit.trained[row]),
             score_raw=scores.raw[row].item(),
             score_normalised=used + lost,
             score=used,
@@ -248,11 +253,11 @@ def _readings(forward: Pass, config: PPOConfig, kl_coef: float, trains_policy: b
             replace(forward, logprobs=logprobs, weights=mask), config, kl_coef, trains_policy, reduction="none"
         )
         (slope,) = torch.autograd.grad(losses["policy_loss"].sum(), logprobs)
-    ratio = torch.exp(logprobs - forward.old_logprobs)
+    ratio = policy_ratio(logprobs, forward.old_logprobs, config.ratio, mask)
     tables = {
         "logprob": logprobs,
         "ratio": ratio,
-        "clipped": (ratio - 1).abs() > config.clip_ratio,
+        "clipped": (ratio < 1 - config.clip_ratio) | (ratio > 1 + (config.clip_ratio_high or config.clip_ratio)),
         "pull": -slope,
         "policy_loss": losses["policy_loss"],
         "entropy": forward.entropy,

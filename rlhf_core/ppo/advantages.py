@@ -1,10 +1,11 @@
 """Advantages from token rewards and values: generalised advantage estimation, group baselines, and whitening. Pure
 functions of tensors."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
@@ -109,6 +110,37 @@ def compute_group_advantages(
         return centred.flatten()
     variance = (centred**2).mean(dim=1, keepdim=True)
     return (centred / torch.sqrt(variance + VARIANCE_FLOOR)).flatten()
+
+
+def compute_gdpo_advantages(
+    terms: Sequence[tuple[float, Float[Tensor, "batch"]]], samples_per_prompt: int
+) -> Float[Tensor, "batch"]:
+    """Σ_k w_k·(G_k − μ_k)/√(σ_k² + 1e-8): each term of the score is compared within the group by its own mean and
+    deviation, so that its unit does not matter and answers that differ in one term never look alike. The published
+    method then whitens the sums over the batch (`whiten`): the caller does.
+
+    Args:
+        terms: weight and values [B] of each term; the answers to one prompt are next to each other. A term that does
+            not vary in a group adds 0 there.
+        samples_per_prompt: k ≥ 2, answers to each prompt.
+
+    Raises:
+        ValueError: no term, or see `compute_group_advantages`.
+
+    Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", equations 4 to 6; the
+    authors' code whitens over tokens, the paper's equation is over answers.
+    """
+    if not terms:
+        raise ValueError("gdpo needs the terms of the score")
+    each = [weight * compute_group_advantages(values, "grpo", samples_per_prompt) for weight, values in terms]
+    return torch.stack(each).sum(dim=0)
+
+
+def equal_groups(scores: Float[Tensor, "batch"], samples_per_prompt: int) -> Bool[Tensor, "batch"]:
+    """[B], true for answers whose group (the `samples_per_prompt` answers to one prompt, next to each other) has one
+    and the same score: they say nothing about which answer is better. Yu et al. 2025 (DAPO), section 3.2."""
+    groups = scores.view(-1, samples_per_prompt)
+    return (groups == groups[:, :1]).all(dim=1).repeat_interleave(samples_per_prompt)
 
 
 def whiten(

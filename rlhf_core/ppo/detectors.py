@@ -148,7 +148,8 @@ def entropy_collapse(rows: Sequence[Row], settings: Settings) -> str | None:
 
 def diverging_critic(rows: Sequence[Row], settings: Settings) -> str | None:
     """The value loss is a multiple of what it was, and the critic predicts worse than a constant would."""
-    if rows[-1]["value_loss"] is None:  # there is no critic
+    rows = [row for row in rows if row["value_loss"] is not None]
+    if not rows:  # there is no critic
         return None
     now, explained = _recent(rows, "value_loss", settings), _recent(rows, "explained_variance", settings)
     if now is None or explained is None or len(rows) < 2 * settings.window:
@@ -269,9 +270,10 @@ def _means(values: Sequence[float], width: int) -> list[float]:
 
 
 def _recent(rows: Sequence[Row], name: str, settings: Settings) -> float | None:
-    """Mean of the last window; None before there is one."""
+    """Mean of the last window; None before there is one, and where no step of it has a figure."""
     width = settings.window
-    return fmean(_column(rows[-width:], name)) if len(rows) >= width else None
+    known = [row for row in rows[-width:] if row[name] is not None]
+    return fmean(_column(known, name)) if known and len(rows) >= width else None
 
 
 def _column(rows: Sequence[Row], name: str) -> list[float]:

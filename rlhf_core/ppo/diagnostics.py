@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 
+from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.scorer import correlation
 from rlhf_core.models.ensemble import JUDGE
 from rlhf_core.models.masked import masked_mean
@@ -17,6 +18,13 @@ from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
 NGRAM = 3
 CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction", "grad_norm_critic")
 """Empty in a run without a critic."""
+
+
+def update_columns(config: PPOConfig) -> list[str]:
+    """The columns that are empty for a step that trained on no answer."""
+    means = ["policy_loss", "value_loss", "clip_fraction", "value_clip_fraction", "approx_kl"]
+    means += ["kl_loss"] if config.kl.penalty == "loss" else []
+    return [*means, "clip_fraction_last_epoch"]
 
 
 def step_row(
@@ -63,7 +71,7 @@ def step_row(
     parts: dict[str, float | None] = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
     if JUDGE in scores.parts:
         parts["judge_correlation"] = correlation(scores.raw.tolist(), scores.parts[JUDGE])
-    return statistics.means() | row | parts
+    return statistics.means() | row | parts | credit.equal_groups
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:

@@ -7,11 +7,30 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from rlhf_core.config.ppo import RatioKind
 from rlhf_core.models.masked import entropy_of, masked_log_softmax, masked_mean, masked_sum, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
 
 Reduction = Literal["mean", "sum", "none"]
 KLLossKind = Literal["rho_k1", "rho_k3", "k2", "k3"]
+
+
+def policy_ratio(
+    logprobs: Float[Tensor, "*batch time"],
+    old_logprobs: Float[Tensor, "*batch time"],
+    kind: RatioKind = "token",
+    mask: Shaped[Tensor, "*batch time"] | None = None,
+) -> Float[Tensor, "*batch time"]:
+    """ρ of each token: exp(log π_θ − log π_old); with `sequence` that of its whole answer, the same for all its tokens:
+    exp of the mean of log π_θ − log π_old over the answer's real tokens. 1 on padding (`token`).
+
+    Source: Schulman et al. 2017; Zheng et al. 2025, "Group Sequence Policy Optimization", equation 7.
+    """
+    change = zero_padding(logprobs - old_logprobs, mask)
+    if kind == "sequence":
+        count = change.shape[-1] if mask is None else mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        change = (change.sum(dim=-1, keepdim=True) / count).expand_as(change)
+    return torch.exp(change)
 
 
 def compute_ppo_loss(
@@ -21,11 +40,13 @@ def compute_ppo_loss(
     clip_ratio: float = 0.2,
     mask: Shaped[Tensor, "*shape"] | None = None,
     *,
+    clip_ratio_high: float | None = None,
+    ratio: RatioKind = "token",
     dual_clip: float | None = None,
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
 ) -> Float[Tensor, "..."]:
-    """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε)A) with ρ = exp(log π_θ − log π_old).
+    """Clipped surrogate −min(ρA, clip(ρ, 1−ε, 1+ε_high)A) with ρ of `policy_ratio`.
 
     Args:
         logprobs: [B, T] log π_θ of the sampled tokens, nats; carries the gradient.
@@ -33,6 +54,9 @@ def compute_ppo_loss(
         advantages: [B, T], usually whitened.
         clip_ratio: ε.
         mask: [B, T], 1 on real tokens.
+        clip_ratio_high: ε_high; `None`: ε.
+        ratio: `token`, or `sequence` with advantages that are the same for all tokens of an answer: the mean of an
+            answer's tokens is then GSPO's objective, and its gradient s·A·(mean over tokens of ∇log π).
         dual_clip: c above 1: where A < 0 the gain is at least c·A. `None`: no bound.
         weights: [B, T] detached weights of the tokens (`importance_weights`); `None`: all 1.
         reduction: `mean` over the real tokens, their `sum`, or `none`: the loss of each token, which the trainer
@@ -45,11 +69,12 @@ def compute_ppo_loss(
     Raises:
         ValueError: `dual_clip` not above 1.
 
-    Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020, equation 5; seeds 000 and 004; rule 15.
+    Source: Schulman et al. 2017, equation 7; dual clip: Ye et al. 2020, equation 5; ε_high: Yu et al. 2025 (DAPO),
+    equation 8; `sequence`: Zheng et al. 2025 (GSPO), equations 5 to 7; seeds 000 and 004; rule 15.
     """
-    ratio = torch.exp(zero_padding(logprobs - old_logprobs, mask))
+    rho, high = policy_ratio(logprobs, old_logprobs, ratio, mask), clip_ratio_high or clip_ratio
     advantages = zero_padding(advantages, mask)
-    gain = torch.min(ratio * advantages, torch.clamp(ratio, 1 - clip_ratio, 1 + clip_ratio) * advantages)
+    gain = torch.min(rho * advantages, torch.clamp(rho, 1 - clip_ratio, 1 + high) * advantages)
     if dual_clip is not None:
         if not dual_clip > 1:
             raise ValueError(f"the dual clip bounds ratios above 1 only: give a number above 1, not {dual_clip}")
@@ -176,6 +201,8 @@ def compute_ppo_total_loss(
     clip_value: bool = True,
     value_clip_ratio: float = 0.2,
     entropy: Float[Tensor, "*shape"] | None = None,
+    clip_ratio_high: float | None = None,
+    ratio: RatioKind = "token",
     dual_clip: float | None = None,
     weights: Float[Tensor, "*shape"] | None = None,
     reduction: Reduction = "mean",
@@ -183,7 +210,8 @@ def compute_ppo_total_loss(
     """policy loss + `vf_coef`·value loss − `entropy_coef`·entropy, and the three parts: what the trainer minimises.
 
     Args:
-        policy_logprobs, old_logprobs, advantages, clip_ratio, dual_clip, weights: as in `compute_ppo_loss`.
+        policy_logprobs, old_logprobs, advantages, clip_ratio, clip_ratio_high, ratio, dual_clip, weights: as in
+            `compute_ppo_loss`.
         values, returns, old_values, clip_value: as in `compute_value_loss`; `value_clip_ratio` is its own
             clip.
         logits, entropy: [B, T, V] of the policy, or [B, T] entropies in nats, as in `compute_entropy`. With
@@ -204,6 +232,8 @@ def compute_ppo_total_loss(
         advantages,
         clip_ratio,
         mask,
+        clip_ratio_high=clip_ratio_high,
+        ratio=ratio,
         dual_clip=dual_clip,
         weights=weights,
         reduction=reduction,

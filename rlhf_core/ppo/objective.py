@@ -139,6 +139,8 @@ def losses_of(
         clip_value=config.critic.clip_value and trains_policy,
         value_clip_ratio=config.critic.value_clip,
         entropy=forward.entropy,
+        clip_ratio_high=config.clip_ratio_high,
+        ratio=config.ratio,
         dual_clip=config.dual_clip,
         weights=weights,
         reduction=reduction,

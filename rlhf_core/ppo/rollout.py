@@ -70,6 +70,8 @@ class Scores:
     """Logged, never trained on; None where the data have no judge."""
     parts: dict[str, list[float]] = field(default_factory=dict)
     """What the raw score was made from, by name; logged."""
+    terms: dict[str, tuple[float, Float[Tensor, "batch"]]] = field(default_factory=dict)
+    """Weight and raw values of each term of the score, by name; the penalty for a missing end is one. For `gdpo`."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,16 @@ class Credit:
     """Before whitening."""
     returns: Float[Tensor, "batch time"]
     weights: Float[Tensor, "batch time"]
-    """The advantages that the policy loss uses: whitened over all real tokens, or as they are."""
+    """The advantages that the policy loss uses: whitened over all real tokens of the answers that are trained on, or as
+    they are; 0 for the other answers."""
     scale: float
     """The deviation by which whitening divided the advantages; a KL term in the loss is divided by it too. 1 without
     whitening, and where all advantages are equal."""
+    trained: Bool[Tensor, "batch"]
+    """Whether policy and critic learn from the answer; the others are in no minibatch, and in no average of a loss."""
+    equal_groups: dict[str, float] = field(default_factory=dict)
+    """The share of groups whose scores are all equal (`equal_groups_share`), and of `gdpo` that of each term; empty for
+    methods that compare no groups."""
 
 
 def to_rows(values: Sequence[Sequence[float]], time: int, device: torch.device) -> Float[Tensor, "batch time"]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig, ScoreConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
-from rlhf_core.data.scorer import Answers, Scored, Scorer, correlation
+from rlhf_core.data.scorer import Answers, Scored, Scorer, correlation, term_weights
 from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
@@ -175,7 +175,11 @@ class Scoring:
         else:
             used = raw.clamp(-self.config.clip, self.config.clip)
         used = penalise_missing_eos(used, rollout.ended, self.config.missing_eos_penalty)
-        return Scores(raw, used, list(gold) if judge else None, scored.parts)
+        values = {name: (weight, raw.new_tensor(scored.parts[name])) for name, weight in term_weights(scorer).items()}
+        terms = {name: term for name, term in values.items() if term[0]} or {"score": (1.0, raw)}
+        if self.config.missing_eos_penalty:
+            terms["end"] = (self.config.missing_eos_penalty, rollout.ended.to(raw.dtype))
+        return Scores(raw, used, list(gold) if judge else None, scored.parts, terms)
 
     def raw(self, answers: Answers) -> list[float]:
         """The scorer's raw scores of all answers, in every process. Raises NonFiniteError for NaN or infinity."""

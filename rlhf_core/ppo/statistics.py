@@ -8,10 +8,11 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.ppo import PPOConfig, RatioKind
 from rlhf_core.errors import NonFiniteError
 from rlhf_core.models.masked import masked_mean, masked_var, zero_padding
 from rlhf_core.ppo.kl import estimate_kl
+from rlhf_core.ppo.losses import policy_ratio
 from rlhf_core.ppo.objective import Pass
 from rlhf_core.training.processes import Processes
 
@@ -39,7 +40,12 @@ class UpdateStatistics:
         mask, new, old = forward.batch.mask, forward.logprobs, forward.old_logprobs
         limit, real = config.critic.value_clip, mask.sum()
         found = losses | {
-            "clip_fraction": real * clip_fraction(new, old, forward.advantages, config.clip_ratio, mask),
+            "clip_fraction": real
+            * clip_fraction(
+                *(new, old, forward.advantages, config.clip_ratio, mask),
+                clip_ratio_high=config.clip_ratio_high,
+                ratio=config.ratio,
+            ),
             "value_clip_fraction": real * value_clip_fraction(forward.values, forward.old_values, limit, mask),
             "approx_kl": real * approx_kl(new, old, mask),
         }
@@ -70,8 +76,8 @@ class UpdateStatistics:
         self.ratio_max = max(self.ratio_max, minibatch.ratio_max)
 
     def mean(self, name: str) -> float:
-        """One statistic, over real tokens."""
-        return self.sums[name] / self.tokens
+        """One statistic, over real tokens; 0 where there is none."""
+        return self.sums[name] / max(1, self.tokens)
 
     def means(self) -> dict[str, float]:
         """Every statistic of the update, as means over real tokens (gradient norms: over optimiser steps)."""
@@ -99,11 +105,14 @@ def clip_fraction(
     advantages: Float[Tensor, "*shape"],
     clip_ratio: float,
     mask: Shaped[Tensor, "*shape"] | None = None,
+    *,
+    clip_ratio_high: float | None = None,
+    ratio: RatioKind = "token",
 ) -> Float[Tensor, ""]:
-    """Share of the real tokens that the clip leaves without a gradient: ρ above 1+ε where the advantage is positive,
-    below 1−ε where it is negative."""
-    change = torch.exp(logprobs - old_logprobs) - 1
-    clipped = (change * advantages.sign()) > clip_ratio
+    """Share of the real tokens that the clip leaves without a gradient: ρ above 1+ε_high where the advantage is
+    positive, below 1−ε where it is negative."""
+    gain = (policy_ratio(logprobs, old_logprobs, ratio, mask) - 1) * advantages.sign()
+    clipped = torch.where(advantages > 0, gain > (clip_ratio_high or clip_ratio), gain > clip_ratio)
     return masked_mean(clipped.to(logprobs.dtype), mask)
 
 

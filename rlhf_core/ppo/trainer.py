@@ -29,7 +29,7 @@ from rlhf_core.models.sharding import clip_gradients, whole
 from rlhf_core.models.token_logprobs import action_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic, require_equal_start
 from rlhf_core.ppo.credit import assign_credit
-from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row
+from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row, update_columns
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, estimate_kl
 from rlhf_core.ppo.losses import compute_value_loss
@@ -144,11 +144,15 @@ class PPOTrainer:
             with self._phase("scoring"):
                 scores = self.score(rollout)  # raw, then normalised, clipped, lowered where the end is missing
             credit = assign_credit(rollout, scores, config, beta)  # −β·KL in the rewards, GAE, whitening
+            trained = credit.trained.tolist()
 
             with self._phase("update"), self.models.training():
                 for number, minibatch in enumerate(self._minibatches(rollout, plan)):
                     if number % plan.minibatches == 0:
                         done.last_epoch = UpdateStatistics()
+                    minibatch = [row for row in minibatch if trained[row]]
+                    if not minibatch:  # all of it is left out: no optimizer step
+                        continue
                     found = UpdateStatistics(sum(rollout.lengths[row] for row in minibatch))
                     mean_length = found.tokens / len(minibatch)
                     # Σ over the tokens of the whole minibatch, whatever its micro-batches and processes (rule 13)
@@ -159,7 +163,7 @@ class PPOTrainer:
                             *(rows, rollout, credit, self.models, config, self.pad_id),
                             *(plan.trains_policy, mean_length, values),
                         )
-                        if number == 0 and config.check_ratio:
+                        if done.optimizer_steps == 0 and config.check_ratio:
                             require_same_policy(
                                 forward.logprobs, forward.old_logprobs, forward.batch.mask, self.models.precision
                             )
@@ -187,6 +191,7 @@ class PPOTrainer:
             row = step_row(plan, rollout, scores, credit, done, rate, beta)
             row |= {} if self.models.has_critic else dict.fromkeys(CRITIC_COLUMNS)
             row |= {} if self.text is None else {"ptx_loss": row.get("ptx_loss")}  # not measured in the warm-up
+            row |= {} if done.tokens else dict.fromkeys(update_columns(config))  # every answer was left out
             if plan.trains_policy:
                 self.controller.update(float(row["kl"] or 0.0), config.batch_size)
             self._step_schedulers(plan)

@@ -31,7 +31,7 @@ from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.judge import JudgeParams
 from tasks.params.scorer import FOLDER
-from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.long_rows import fitting_prompts
 from tasks.stage.models import load_frozen
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -304,16 +304,14 @@ def build_evaluator(
     judge: Scorer | None,
     purpose: str = "",
     judging: Scorer | None = None,
+    max_prompt_tokens: int | None = None,
 ) -> tuple[Evaluator, int]:
-    """The evaluator for the rows of `path` whose prompt leaves room for an answer, and the number of the other rows.
+    """The evaluator for the rows of `path` whose prompt is not too long, and the number of the other rows.
     `judge`: that of the data; a function, or a model that scores answers, judges in its place (`judge.kind`)."""
-    limit, reserve = context_length(sft.model), settings.max_new_tokens
-    kept, too_long = fitting(stage, path, rows, prompt_encoder(sft.tokenizer), limit, reserve=reserve)
-    prompts, named, limits = (
-        [row["prompt"] for row, _ in kept],
-        stage.block("judge", JudgeParams),
-        stage.runtime.functions,
-    )
+    context, reserve = context_length(sft.model), settings.max_new_tokens
+    kept, too_long = fitting_prompts(stage, path, rows, sft.tokenizer, context, reserve, max_prompt_tokens)
+    prompts = [row["prompt"] for row, _ in kept]
+    named, limits = stage.block("judge", JudgeParams), stage.runtime.functions
     if named.function is not None:
         judge = RewardFunction(
             stage.root / FOLDER, named.function, limits.timeout_seconds, limits.memory_mb, key="judge.function"

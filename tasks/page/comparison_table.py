@@ -72,7 +72,7 @@ class Cell:
     best: bool = False
 
 
-RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}", "base": "{} (the base model)"}
+RECIPES = {"ppo_style": "{} (PPO style)", "dr_grpo": "Dr. {}", "gdpo": "GDPO", "base": "{} (the base model)"}
 """Display names of methods that are not the published ones, and of SFT where it is switched off."""
 
 

@@ -203,6 +203,12 @@ class _Params(Block):
                     f"{key}critic.init is reward: a critic that starts as the reward model predicts its score, and "
                     "scorer has other terms or another weight; set it to sft"
                 )
+            if config.advantage == "gdpo" and sum(term.weight != 0 for term in self.scorer) < 2:
+                block = key.removesuffix("settings.")
+                raise ValueError(
+                    f"{block}advantage is gdpo, which compares the terms of scorer apart, and scorer has one term with "
+                    "a weight; use grpo, or add a term"
+                )
         for name, params in self.enabled_methods():
             if isinstance(params, PairConfig) and not uses_reward_model(self.scorer):
                 raise ValueError(

@@ -3,7 +3,7 @@
 import re
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from rlhf_core.config.base import PretrainConfig, ScratchConfig
 from rlhf_core.config.block import Block
@@ -36,6 +36,10 @@ class BaseParams(Block):
     """`chat`: prompts are conversations, written by the tokenizer's chat template, or by Leash's where it has none.
     `text`: there are no turns; the model reads the bare prompt and continues it. A prompt of several turns is then an
     error."""
+    chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
+    """Values of variables that the pretrained tokenizer's chat template reads, such as `{enable_thinking: false}` for
+    Qwen 3, which thinks by default. They become the defaults of the saved template, so that every stage and every later
+    program renders the same prompts. A name that the template does not read is an error."""
     pad_token: str = "<|pad|>"
     """Token that fills the rows of a batch; must differ from `eos_token`. A pretrained tokenizer keeps its own, or uses
     a control token that it has."""
@@ -47,6 +51,11 @@ class BaseParams(Block):
     def _consistent(self) -> "BaseParams":
         if getattr(self, self.source) is None:
             raise ValueError(f"source is {self.source}, so the block base.{self.source} is needed")
+        if self.chat_template_kwargs and (self.source == "scratch" or self.format == "text"):
+            raise ValueError(
+                f"chat_template_kwargs names {', '.join(self.chat_template_kwargs)}, which no template of Leash reads; "
+                "it needs source: pretrained and format: chat"
+            )
         for token in (self.pad_token, self.eos_token):
             if not MARKER.fullmatch(token) or token in ROLES:
                 raise ValueError(

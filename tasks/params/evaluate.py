@@ -26,6 +26,9 @@ class EvaluateParams(Block):
     """Sampling temperature; 1 is the model's own distribution."""
     max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
+    max_prompt_tokens: Positive | None = None
+    """Longest prompt, in tokens; `long_rows` says what happens to longer ones. null: what the model's context holds,
+    also where PPO is trained on shorter ones (`ppo.max_prompt_tokens`)."""
     batch_size: Positive = 128
     """Responses sampled side by side; it changes no sample."""
     stop_tokens: list[str] = Field(default_factory=list)

@@ -60,7 +60,9 @@ NUMERICS: dict[str, Any] = {"precision": "float32", "deterministic": True}
 
 
 RAW_FILES, ANSWERS, SFT_ENABLED = "raw_files", "answers", "sft_enabled"
-ANSWERING = ("batch_size", "max_new_tokens", "max_prompts", "prompts", "stop_tokens", "temperature")
+ANSWERING = (
+    *("batch_size", "max_new_tokens", "max_prompt_tokens", "max_prompts", "prompts", "stop_tokens", "temperature"),
+)
 """The keys of `evaluate` with which `best_of_n` samples; the others do not concern it."""
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 from rlhf_core.config.block import Block
 from rlhf_core.config.ppo import PPOConfig
 
-Recipe = Literal["published", "dr_grpo", "ppo_style"]
+Recipe = Literal["published", "dr_grpo", "gdpo", "ppo_style"]
 
 NO_CRITIC: dict[str, Any] = {"critic": {"warmup_steps": 0}}
 ON_POLICY: dict[str, Any] = NO_CRITIC | {
@@ -18,9 +18,13 @@ ON_POLICY: dict[str, Any] = NO_CRITIC | {
     "whiten_advantages": False,
     "entropy_coef": 0.0,
     "ptx": {"coef": 0.0},
+    "clip_ratio_high": None,
+    "ratio": "token",
     "dual_clip": None,
     "importance_cap": None,
     "stop_kl": None,
+    "skip_equal_groups": False,
+    "truncated": "keep",
 }
 KL_IN_REWARD: dict[str, Any] = {"kl": {"penalty": "reward", "estimator": "k1"}}
 KL_IN_LOSS: dict[str, Any] = {"kl": {"penalty": "loss", "estimator": "k3"}}
@@ -30,6 +34,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "grpo": ON_POLICY | KL_IN_LOSS | {"advantage": "grpo", "loss_average": "answer_means"},
 }
 """The settings that define each method: Williams 1992; Ahmadian et al. 2024 (RLOO); Shao et al. 2024 (GRPO)."""
+OF_GRPO: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"advantage": "dr_grpo", "loss_average": "answer_sums"},
+    "gdpo": {"advantage": "gdpo", "whiten_advantages": True},
+}
+"""What the other recipes of `grpo` change: Liu et al. 2025 (Dr. GRPO); Liu et al. 2026 (GDPO)."""
 
 
 def fixed_settings(name: str, recipe: Recipe) -> dict[str, Any]:
@@ -44,8 +53,8 @@ def fixed_settings(name: str, recipe: Recipe) -> dict[str, Any]:
     if recipe == "published":
         return PUBLISHED[name]
     if name != "grpo":
-        raise ValueError(f"{name}.recipe is dr_grpo, which is a recipe of grpo; use published or ppo_style")
-    return PUBLISHED[name] | {"advantage": "dr_grpo", "loss_average": "answer_sums"}
+        raise ValueError(f"{name}.recipe is {recipe}, which is a recipe of grpo; use published or ppo_style")
+    return PUBLISHED[name] | OF_GRPO[recipe]
 
 
 def keys_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -62,8 +71,9 @@ class VariantParams(Block):
     """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
     recipe: Recipe = "published"
     """`reinforce`, `rloo` and `grpo`. `published`: the method of its paper, with one optimizer step on each rollout and
-    no whitening. `dr_grpo` (of `grpo`): without its length and deviation bias (Liu et al. 2025). `ppo_style`: only the
-    baseline is the method's; epochs, minibatches, clip and whitening are those of `ppo`."""
+    no whitening. `dr_grpo` (of `grpo`): without its length and deviation bias (Liu et al. 2025). `gdpo` (of `grpo`):
+    each term of `scorer` is compared apart (Liu et al. 2026). `ppo_style`: only the baseline is the method's; epochs,
+    minibatches, clip and whitening are those of `ppo`."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keys of `ppo` with other values, nested as in `ppo`."""
 

@@ -31,8 +31,10 @@ def fitting(
     encode: Callable[[Row], tuple[Item, int]],
     limit: int,
     reserve: int = 0,
+    limited_by: str = "the context or the limit",
 ) -> tuple[list[tuple[Row, Item]], int]:
-    """Rows whose tokens plus `reserve` new ones stay within `limit`, each with what `encode` made of it.
+    """Rows whose tokens plus `reserve` new ones stay within `limit`, each with what `encode` made of it. `limited_by`:
+    the key to enlarge, for messages.
 
     `encode` returns the item and its tokens. Returns the rows that fit and the number of those that do not.
     Raises UserError when `long_rows` is refuse and rows do not fit (several are listed before), or when no row fits;
@@ -52,13 +54,30 @@ def fitting(
         print_problems((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.log)
         raise UserError(
             f"{path}, row {number}: {tokens} tokens{extra} are longer than the {limit} that fit{more}; "
-            "shorten the row, enlarge the context or the limit, or set long_rows: drop"
+            f"shorten the row, enlarge {limited_by}, or set long_rows: drop"
         )
     if rows and not kept:
-        raise UserError(f"{path}: none of its {len(rows)} rows fits into {limit} tokens; enlarge the context")
+        raise UserError(f"{path}: none of its {len(rows)} rows fits into {limit} tokens; enlarge {limited_by}")
     if long:
         stage.log(f"{path}: {len(long)} of {len(rows)} rows are too long and were dropped")
     return kept, len(long)
+
+
+def fitting_prompts(
+    stage: Stage[Any],
+    path: str,
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    max_new_tokens: int,
+    max_prompt_tokens: int | None = None,
+) -> tuple[list[tuple[Row, list[int]]], int]:
+    """Rows whose prompt is at most `max_prompt_tokens` long and leaves `max_new_tokens` of the context for an answer,
+    each with the ids of its prompt, and the number of the others. Raises as `fitting`."""
+    encode = prompt_encoder(tokenizer)
+    if max_prompt_tokens is not None and max_prompt_tokens + max_new_tokens < context:
+        return fitting(stage, path, rows, encode, max_prompt_tokens, limited_by="max_prompt_tokens")
+    return fitting(stage, path, rows, encode, context, reserve=max_new_tokens)
 
 
 def _encoded(encode: Callable[[Row], tuple[Item, int]], path: str, number: int, row: Row) -> tuple[Item, int]:

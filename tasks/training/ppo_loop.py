@@ -30,7 +30,7 @@ from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl
-from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage import long_rows
 from tasks.stage.progress import Progress
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -102,10 +102,9 @@ def drawn(rows: list[Row], seed: int) -> list[Row]:
 def fitting_prompts(
     stage: Stage[Any], config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> tuple[list[Row], int]:
-    """The rows whose prompt leaves room for an answer, and how many do not."""
-    context = context_length(model)
-    rows, encoder = stage.read(path), prompt_encoder(tokenizer)
-    kept, too_long = fitting(stage, path, rows, encoder, context, reserve=config.max_new_tokens)
+    """The rows whose prompt is not too long, and how many are."""
+    context, limits = context_length(model), (config.max_new_tokens, config.max_prompt_tokens)
+    kept, too_long = long_rows.fitting_prompts(stage, path, stage.read(path), tokenizer, context, *limits)
     return [row for row, _ in kept], too_long
 
 
@@ -191,6 +190,12 @@ def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[R
         snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
     track(stage, trainer, row)
     progress.update(done, **{"score": row["score"], "gold": row["gold"], "kl": row["kl"], "entropy": row["entropy"]})
+    if not row["optimizer_steps"] and not row["stopped_early"]:
+        progress.note(f"step {done}: no update: every answer is of a group with equal scores, or was cut off")
+    for name in row:
+        term, before = name.removeprefix("equal_groups_share/"), record.history[-2:-1]
+        if term != name and row[name] == 1.0 and not (before and before[0][name] == 1.0):
+            progress.note(f"step {done}: the term {term} does not vary in any group: it adds nothing to the advantages")
     alerts = watch(stage, trainer, record, progress)
     reasons = [SCHEDULE] if done % trainer.config.sample_every == 0 or done == trainer.config.steps else []
     if reasons := reasons + [alert.name for alert in alerts]:

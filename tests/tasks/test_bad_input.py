@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from rlhf_core.data.chat import prompt_id
+from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project
@@ -232,6 +233,34 @@ def test_a_prompt_longer_than_the_context_is_dropped_on_demand(finished: "Projec
     finished.set("ppo.steps", 1)
     assert stage_main(finished, "ppo").code == 0
     assert finished.json("metrics/ppo.json")["prompts_too_long"] == 1
+
+
+def test_prompts_longer_than_max_prompt_tokens_are_refused_or_left_out(finished: "Project", stage_main: Main) -> None:
+    """By PPO, by `select` with PPO's key, and by `evaluate` with its own."""
+    finished.set("runtime.tracking", False)
+    tokenizer = load_tokenizer(finished.root / "models/sft")
+    lengths = sorted(len(encode_prompt(tokenizer, row["prompt"])) for row in finished.rows(PPO_PROMPTS))
+    limit = lengths[len(lengths) // 2]
+    longer = sum(length > limit for length in lengths)
+    assert 0 < longer < len(lengths)
+    finished.set("ppo.max_prompt_tokens", limit)
+    finished.set("ppo.steps", 1)
+    before = finished.outputs()
+    ended = stage_main(finished, "ppo")
+    one_line(ended, "ppo", f"{PPO_PROMPTS}, row ")
+    assert f"longer than the {limit} that fit (first of {longer} such rows" in ended.stderr
+    assert "enlarge max_prompt_tokens, or set long_rows: drop" in ended.stderr
+    assert finished.outputs() == before
+    finished.set("long_rows", "drop")
+    assert stage_main(finished, "ppo").code == 0
+    assert finished.json("metrics/ppo.json")["prompts_too_long"] == longer
+    prompts = finished.json("metrics/select.json")["prompts"]
+    assert stage_main(finished, "select").code == 0
+    assert finished.json("metrics/select.json")["prompts"] < prompts
+    finished.set("evaluate.max_prompt_tokens", 1)
+    ended = stage_main(finished, "evaluate")
+    one_line(ended, "evaluate", f"{HELDOUT}: none of its ")
+    assert "fits into 1 tokens; enlarge max_prompt_tokens" in ended.stderr
 
 
 def test_a_diverging_run_is_no_crash_to_try_again(finished: "Project", stage_main: Main) -> None:

@@ -4,6 +4,7 @@ import json
 import runpy
 from collections.abc import Callable
 from datetime import datetime, tzinfo
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from transformers.utils import chat_template_utils
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import prompt_id
 from rlhf_core.data.scorer import Scored
-from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer
+from rlhf_core.data.tokenizer import PROBE, encode_prompt, load_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_causal_lm
 from rlhf_core.ppo.actor_critic import ActorCritic
@@ -79,10 +80,10 @@ Pretrained = Callable[..., Path]
 
 @pytest.fixture
 def read(make_stage: Callable[..., Stage[Any]], tmp_path: Path) -> Pretrained:
-    """read("model") -> models/base, made from data/raw/model."""
+    """read("model", **keys of base) -> models/base, made from data/raw/model."""
 
-    def make(name: str) -> Path:
-        params = BaseParams.model_validate({"source": "pretrained", "pretrained": {"model": name}})
+    def make(name: str, **more: Any) -> Path:
+        params = BaseParams.model_validate({"source": "pretrained", "pretrained": {"model": name}} | more)
         rows: dict[str, list[Any]] = {path: [] for path in SCHEMAS if path.startswith("data/ingest/")}
         stage = make_stage("base", params, ["models/base", "metrics/base.json"], rows)
         noted = hashes_of_files(tmp_path / "data/raw", name)
@@ -96,13 +97,13 @@ def read(make_stage: Callable[..., Stage[Any]], tmp_path: Path) -> Pretrained:
 
 @pytest.fixture
 def pretrained(read: Pretrained, tmp_path: Path) -> Pretrained:
-    """pretrained() -> models/base, made from data/raw/model: a Gemma 3 as the hub would give it."""
+    """pretrained(**keys of base) -> models/base, made from data/raw/model: a Gemma 3 as the hub would give it."""
     download("gemma3", tmp_path / "data" / "raw" / "model")
-    return lambda: read("model")
+    return partial(read, "model")
 
 
 def test_a_model_that_changed_since_ingest_is_refused(pretrained: Pretrained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.base.hashes_of_files", lambda *place: {"config.json": "another"})
+    monkeypatch.setattr("tasks.datasets.raw.hashes_of_files", lambda *place: {"config.json": "another"})
     with pytest.raises(UserError, match="data/raw/model has other files than when `ingest` ran"):
         pretrained()
 
@@ -146,6 +147,23 @@ def test_rule_26_the_models_own_end_of_turn_is_the_end_in_all_three_files(
     settings = model.generation_config
     assert (tokenizer.eos_token_id, model.config.eos_token_id, settings.eos_token_id) == (end, end, [end, before])
     assert {tokenizer.pad_token_id, model.config.pad_token_id, settings.pad_token_id} == {tokenizer.pad_token_id}
+
+
+def test_values_of_the_chat_template_are_saved_with_the_model(
+    pretrained: Pretrained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "data/raw/model/chat_template.jinja"
+    template.write_text(template.read_text() + "{% if add_generation_prompt and not think %}{{ 'So: ' }}{% endif %}")
+    loud, quiet = (
+        AutoTokenizer.from_pretrained(pretrained(chat_template_kwargs={"think": value})) for value in (False, True)
+    )
+    assert "the chat template's think is false" in capsys.readouterr().out
+    prompts = [tokenizer.decode(encode_prompt(tokenizer, PROBE)) for tokenizer in (loud, quiet)]
+    assert prompts[0] == prompts[1] + "So: "
+    with pytest.raises(UserError, match="does not read thinking; it reads think"):
+        pretrained(chat_template_kwargs={"thinking": False})
+    with pytest.raises(ValueError, match="it needs source: pretrained and format: chat"):
+        pretrained(chat_template_kwargs={"think": False}, format="text")
 
 
 def test_a_template_with_todays_date_gives_the_same_bytes_and_ids_on_every_day(

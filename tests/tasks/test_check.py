@@ -86,10 +86,11 @@ def test_other_settings_of_evaluate_than_of_ppo_are_a_remark(
 ) -> None:
     execute(None)
     assert "remark" not in capsys.readouterr().out
-    execute(None, evaluate={"temperature": 0.7, "max_new_tokens": 20})
+    execute(None, evaluate={"temperature": 0.7, "max_new_tokens": 20, "max_prompt_tokens": 9})
     said = capsys.readouterr().out
     assert "remark: evaluate.temperature is 0.7, and ppo.temperature is 1.0" in said
     assert "remark: evaluate.max_new_tokens is 20, and ppo.max_new_tokens is 24" in said
+    assert "remark: evaluate.max_prompt_tokens is 9, and ppo.max_prompt_tokens is null" in said
 
 
 @pytest.mark.parametrize(

@@ -168,9 +168,9 @@ def _of_the_run(root: Path) -> tuple[SplitParams, bool, "PreTrainedTokenizerBase
         params = parse(Params, read_yaml(root / PARAMS_FILE))
     except UserError:  # it is reported by the stage `check`
         return SPLIT, True, None
-    split = SPLIT if params.ingest.source == "demo" else params.ingest.split
-    folder = root / RAW / params.base.pretrained.model if params.base.pretrained else None
-    if params.base.source != "pretrained" or folder is None or not folder.exists():
+    split, base = SPLIT if params.ingest.source == "demo" else params.ingest.split, params.base
+    folder = root / RAW / base.pretrained.model if base.pretrained else None
+    if base.source != "pretrained" or folder is None or not folder.exists():
         return split, params.sft.enabled, None
     from rlhf_core.data.tokenizer import complete, read_tokenizer  # imports transformers
     from rlhf_core.gguf import gguf_in, load_gguf_tokenizer
@@ -179,7 +179,8 @@ def _of_the_run(root: Path) -> tuple[SplitParams, bool, "PreTrainedTokenizerBase
     tokenizer = (
         load_gguf_tokenizer(gguf) if gguf else read_tokenizer(folder, trust_remote_code=params.trust_remote_code)
     )
-    return split, params.sft.enabled, complete(tokenizer, params.base.pad_token, params.base.format == "text")[0]
+    repaired, _ = complete(tokenizer, base.pad_token, base.format == "text", base.chat_template_kwargs)
+    return split, params.sft.enabled, repaired
 
 
 def _file_line(path: Path, name: str, examples: list[Example]) -> str:

@@ -101,8 +101,10 @@ def formulas(traced: Traced, place: int) -> list[Formula]:
     shown = [(name, formula, signed(value)) for name, formula, value in found]
 
     after, ratio = token.after, number(token.after.ratio)
-    shown.append(("ρ", f"exp(log π_θ − log π_old) = exp({number(after.logprob)} − {old})", ratio))
-    low, high = 1 - config.clip_ratio, 1 + config.clip_ratio
+    of_token = f"exp(log π_θ − log π_old) = exp({number(after.logprob)} − {old})"
+    of_answer = "exp of the mean of log π_θ − log π_old over the answer"
+    shown.append(("ρ", of_token if config.ratio == "token" else of_answer, ratio))
+    low, high = 1 - config.clip_ratio, 1 + (config.clip_ratio_high or config.clip_ratio)
     bound = number(min(max(after.ratio, low), high))
     loss = f"−min(ρÂ, clip(ρ, {low:g}, {high:g})·Â) = −min({ratio} · {weight}, {bound} · {weight})"
     loss += ", dual clip" if config.dual_clip is not None else ""
@@ -120,6 +122,8 @@ def verdict(traced: Traced, token: Token) -> str:
     """What PPO does with the token, in a sentence."""
     if not traced.trace.step.trains_policy:
         return "The critic warms up: the policy does not learn from this step."
+    if not traced.trace.trained:
+        return "The step learns nothing from this answer: it was cut off, or its group has equal scores."
     if token.weight == 0:
         return "Exactly as expected: the gradient of this token is 0."
     good, after = token.weight > 0, token.after

@@ -113,6 +113,8 @@ def explain(traced: Traced) -> dict[str, list[str]]:
         if len(trace.rivals) > FEW:
             rivals = f"the mean of the batch, {number(fmean(trace.rivals))}"
         credit = [f"no critic ({config.advantage}): Σ r = {total} is compared with {rivals}"]
+        if config.advantage == "gdpo":
+            credit.append("each term of the score apart: less its mean in the group, divided by its deviation")
         credit.append(f"so A = {number(last.advantage)}, the same for every token")
     if config.whiten_advantages:
         mean, scale = operand(step.advantage_mean), number(step.advantage_scale)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from rlhf_core.data.chat import Conversation
@@ -274,6 +274,55 @@ def test_a_chat_template_writes_a_fixed_date_in_place_of_today(
         days.append([encode_prompt(loaded, prompt) for prompt in (PROMPT, OPENING)])
     assert days[0] == days[1]
     assert re.search("26 Jul 2024|2024-07-26|July 26, 2024", tokenizer.decode([*days[0][0], *days[0][1]]))
+
+
+# values of the chat template's variables
+
+THINKING = (
+    "{%- macro turn(role) %}{{ '<|im_start|>' + role + '\\n' }}{%- endmacro %}"
+    "{%- for m in messages %}{{ turn(m.role) }}{%- generation %}{{ m.content }}{%- endgeneration %}"
+    "{{ '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{ turn('assistant') }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{{ mood | default('') }}{%- endif %}"
+)
+"""As Qwen 3's, which thinks unless `enable_thinking` is false."""
+
+
+def thinking() -> PreTrainedTokenizerBase:
+    tokenizer = kinds.KINDS["qwen3"]()
+    tokenizer.chat_template = THINKING
+    return tokenizer
+
+
+def test_values_of_the_chat_template_hold_in_every_rendering_and_are_saved_with_it(tmp_path: Path) -> None:
+    plain, _ = complete(thinking(), "<|pad|>")
+    tokenizer, repairs = complete(thinking(), "<|pad|>", values={"enable_thinking": False, "mood": 'a "dry" one'})
+    assert repairs[0] == "the chat template's enable_thinking is false"
+    tokenizer.save_pretrained(tmp_path)
+    expected = [
+        *plain(plain.apply_chat_template(OPENING, add_generation_prompt=True, tokenize=False))["input_ids"],
+        *plain('<think>\n\n</think>\n\na "dry" one')["input_ids"],
+    ]
+    for loaded in (tokenizer, load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        assert encode_prompt(loaded, OPENING) == expected
+    assert tokenizer.apply_chat_template(OPENING, tokenize=False) == plain.apply_chat_template(OPENING, tokenize=False)
+    text = tokenizer.apply_chat_template(OPENING, add_generation_prompt=True, tokenize=False, enable_thinking=True)
+    assert "<think>" not in str(text), "a caller's own value wins"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("thinking", r"does not read thinking; it reads enable_thinking, mood"),
+        ("messages", r"does not read messages; it reads"),
+        ("m", r"does not read m; it reads"),
+    ],
+)
+def test_values_that_the_chat_template_does_not_read_are_refused(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"base.chat_template_kwargs: the chat template of .*{message}"):
+        complete(thinking(), "<|pad|>", values={name: True})
+    with pytest.raises(UserError, match="it reads no variable of its own"):
+        complete(kinds.KINDS["gpt2"](), "<|pad|>", values={name: True})
 
 
 def test_a_tokenizer_that_no_stage_has_made_writes_the_same_date(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def row(padding: float = 0.0, gold: list[float] | None = None, **parts: list[flo
         returns=table([1.0, 2.0, 2.0], [3.0], 0.0),
         weights=table([9.0, 9.0, 9.0], [9.0], 0.0),
         scale=1.0,
+        trained=torch.tensor([True, True]),
     )
     scores = Scores(raw=torch.tensor([10.0, 20.0]), used=torch.tensor([2.0, -1.0]), gold=gold, parts=parts)
     statistics = UpdateStatistics(
@@ -146,7 +147,7 @@ def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(
         [[]] * rows, [[3]] * rows, [[11] * time] * rows, [""] * rows, mask[:, 0].bool(), mask,
         *[zeros] * 5, old_values=values,
     )  # fmt: skip
-    credit = Credit(zeros, rewards, advantages, returns, advantages, scale=1.0)
+    credit = Credit(zeros, rewards, advantages, returns, advantages, 1.0, mask[:, 0].bool())
     scores = Scores(rewards[:, -1], rewards[:, -1], None)
     plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
     update = UpdateStatistics(1.0, {"entropy": 1.0, "clip_fraction": 0.1})

@@ -144,6 +144,22 @@ def test_a_baseline_from_other_answers_reaches_the_same_optimum() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"clip_ratio_high": 0.28},
+        {"skip_equal_groups": True},
+        {"ratio": "sequence", "loss_average": "answer_means"},
+    ],
+    ids=["wider clip", "equal groups left out", "one ratio"],
+)
+def test_what_group_methods_add_leaves_the_optimum_where_it_is(changes: dict[str, Any]) -> None:
+    """On answers of one token: a mean over longer answers has GRPO's bias by length."""
+    config = block(advantage="rloo", samples_per_prompt=4, whiten_advantages=False, **changes)
+    assert train(config, problems(config)[BANDIT], SEED)["total_variation"] <= 0.02
+
+
+@pytest.mark.slow
 @pytest.mark.chosen("1-rloo", "2-reinforce")
 @pytest.mark.parametrize("name", ["rloo", "reinforce"])
 @pytest.mark.parametrize("place", [BANDIT, TWO, THREE])

@@ -32,9 +32,7 @@ def execute(tmp_path, monkeypatch):
     """Run the stage's own work in an empty repository; returns the rows of each dataset and the metrics."""
     monkeypatch.chdir(tmp_path)
 
-    def call(
-        params: IngestParams, prompts=None, texts=(), pretrained=None, reward_base=None, sft=True, rewarded=True
-    ):
+    def call(params: IngestParams, prompts=None, texts=(), pretrained=None, reward_base=None, sft=True, rewarded=True):
         metrics = {}
         named = {"prompts": prompts, "texts": texts, "pretrained": pretrained, "reward_base": reward_base}
         names = (*DATASETS, "ratings", "evaluation_prompts", "dropped")

@@ -118,12 +118,12 @@ def expected_credit(
         group = ((chances * centred**2).sum() / chances.sum()).sqrt().item() if config.advantage == "grpo" else 1.0
         advantages = ((centred / group)[:, None] * mask.double()).float()
     if not config.whiten_advantages:
-        return Credit(kl, rewards, advantages, returns, advantages, scale=1.0), group
+        return Credit(kl, rewards, advantages, returns, advantages, 1.0, plain.trained), group
     weight = chances[:, None] * mask.double()
     mean = (weight * advantages).sum() / weight.sum()
     deviation = ((weight * (advantages - mean) ** 2).sum() / weight.sum()).sqrt().clamp(min=1e-4)
     white = ((advantages - mean) / deviation * mask).float()
-    return Credit(kl, rewards, advantages, returns, white, deviation.item()), group
+    return Credit(kl, rewards, advantages, returns, white, deviation.item(), plain.trained), group
 
 
 def ungrouped(config: PPOConfig) -> PPOConfig:
