@@ -2,6 +2,7 @@
 scores and KL on validation prompts."""
 
 import copy
+from dataclasses import replace
 from statistics import stdev
 from typing import Any
 
@@ -65,10 +66,13 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
     source = f"{prompts_path(stage)}, distinct validation prompts"
     # `purpose`: other random numbers than in `evaluate`
     evaluator, _ = build_evaluator(stage, source, rows, sft, config, judge_of(stage), purpose="select ")
+    steps = snapshots.steps_in(stage.root / SNAPSHOTS)
+    count = (1 + len(steps) + len(stage.params.interpolation)) * len(evaluator.rows)
+    evaluator = replace(evaluator, progress=stage.progress(count, "answer"))
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, 0.0, start)]
     policy = None
-    for step in snapshots.steps_in(stage.root / SNAPSHOTS):
+    for step in steps:
         policy = policy_at(stage, sft, step, policy)
         (scored,) = evaluator.answer(policy, [stage.seed])
         table.append(summarise(evaluator, start, step, 1.0, scored))

@@ -17,6 +17,7 @@ from rlhf_core.models.head import Predictions, read
 from rlhf_core.models.hf import scalar_head
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import Packed, can_pack
+from rlhf_core.progress import report
 
 Result = TypeVar("Result")
 
@@ -140,6 +141,7 @@ def map_batches(
     for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens):
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device)
         found |= zip(rows, read(batch), strict=True)
+        report("reading", len(found), len(lengths))
     return [found[i] for i in range(len(lengths))]
 
 
