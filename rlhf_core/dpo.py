@@ -15,6 +15,7 @@ from rlhf_core.models.batch import in_passes
 from rlhf_core.models.sequence_logprobs import response_logprobs
 from rlhf_core.models.sharding import within
 from rlhf_core.pair_losses import dpo_loss, implicit_margin, order_right
+from rlhf_core.progress import report
 from rlhf_core.reward import Comparison, fit_pairs, pair_batch
 from rlhf_core.training.run import Run
 
@@ -49,6 +50,7 @@ def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison]
         batch, _, _ = pair_batch(part, pad_id, model.device)
         flat = iter(in_passes(partial(response_logprobs, model), batch).tolist())
         found += [[next(flat) for _ in c.responses] for c in part]
+        report("reading", len(found), len(comparisons))
     return found
 
 

@@ -23,6 +23,7 @@ from rlhf_core.models.recompute import recomputing
 from rlhf_core.models.sharding import divide, rejoin, within
 from rlhf_core.models.shared_body import save_adapter
 from rlhf_core.pair_losses import bradley_terry_loss, order_right
+from rlhf_core.progress import report
 from rlhf_core.training.loop import Schedule, Settings, Sums, Training
 from rlhf_core.training.run import Run
 
@@ -32,12 +33,13 @@ __all__ = ["Comparison", "PairScores", "bradley_terry_loss", "score_pairs", "tra
 @dataclass(frozen=True)
 class Comparison:
     """One prompt, its distinct responses as token ids, and pairs of (better, worse) places among them; `round` is the
-    first round in which the prompt has pairs."""
+    first round in which the prompt has pairs. `ratings` of the responses, where the pairs come from ratings."""
 
     prompt: list[int]
     responses: list[list[int]]
     pairs: list[tuple[int, int]]
     round: int = 1
+    ratings: list[float] | None = None
 
 
 def train_reward_model(
@@ -152,4 +154,5 @@ def score_pairs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_i
         batch, chosen, rejected = pair_batch(comparisons[start : start + batch_size], pad_id, model.device)
         scores = in_passes(partial(sequence_scores, model), batch)
         sides.append(torch.stack([scores[chosen], scores[rejected]]).cpu())
+        report("scoring", min(start + batch_size, len(comparisons)), len(comparisons))
     return PairScores(*torch.cat(sides, dim=1))

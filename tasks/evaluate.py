@@ -1,6 +1,8 @@
 """Stage `evaluate`: all models of the run answer the same held-out prompts and are scored."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from tasks.params.evaluate import HELDOUT, EvaluateParams
 from tasks.params.methods import WITH_MODEL
 from tasks.select import interpolated, policy_at
 from tasks.stage import rounds
+from tasks.stage.long_rows import warn_of_cut_answers
 from tasks.stage.models import EXTRA, folder_of, set_numerics
 from tasks.stage.outputs import rounded
 from tasks.stage.stage import Stage
@@ -39,11 +42,11 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/{evaluate,summary}.json and plots/frontier.csv."""
     set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
+    evaluator = replace(evaluator, progress=stage.progress(answers_to_sample(stage, evaluator), "answer"))
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
     answered = answer_all(stage, evaluator)
     results = answered.results
     models = {name: model_figures(stage, evaluator, answered, name, bootstrap) for name in results}
-    assert answered.ceiling is not None  # `answer_all` makes it
     optimum = add_shares(answered.ceiling, models)
     frontier = Frontier(evaluator, results, answered.snapshots, models, bootstrap, answered.interpolated)
     metrics = {
@@ -93,6 +96,9 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
     for candidate in candidate_models(stage, evaluator):
         name = candidate.name
         answered.results[name] = Results.of(evaluator.answer(candidate, stage.params.seeds))
+        cut = [not ended for column in answered.results[name].columns for ended in column.ended]
+        limit = stage.params.max_new_tokens
+        warn_of_cut_answers(stage, candidate.tokenizer, name, cut, limit, "evaluate.max_new_tokens")
         answered.demonstrated[name] = read_demonstrations(evaluator, candidate)
         if name == "policy":
             answered.results |= best_of_n(stage, evaluator)
@@ -100,12 +106,12 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
                 mixed = interpolated(evaluator.reference, candidate, eta)
                 answered.interpolated[eta] = Results.of(evaluator.answer(mixed, first))
                 del mixed
-            answered.ceiling = draw_ceiling(evaluator, candidate, answered.results)
+            if samples := stage.params.optimum_samples:
+                answered.ceiling = draw_ceiling(evaluator, candidate, answered.results, samples)
         del candidate  # free memory before the next one is loaded
-    selected, kls = stage.read_json(SELECT), kl_by_step(stage.root / SELECT_TABLE)
     snapshot = None
-    for step in chosen_snapshots(kls, selected, stage.params.snapshots):
-        if step == selected["step"] and selected["eta"] == 1:  # the policy is not sampled again
+    for step, is_policy in snapshots_of(stage):
+        if is_policy:  # it is not sampled again
             answered.snapshots[step] = answered.results["policy"]
         else:
             snapshot = policy_at(stage, evaluator.reference, step, snapshot)
@@ -116,14 +122,37 @@ def answer_all(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Answered:
 def candidate_models(stage: Stage[EvaluateParams], evaluator: Evaluator) -> Iterator[CandidateModel]:
     """SFT model, policy, the models of other methods, the policies of earlier rounds, the user's models."""
     yield evaluator.reference
-    yield load_candidate(stage, "policy", stage.root / "models/policy")
-    for method in WITH_MODEL:
-        if (stage.root / "models" / method.name / "config.json").is_file():
-            yield load_candidate(stage, method.name, stage.root / "models" / method.name)
-    for number in range(1, rounds.last_closed(stage.root) + 1):
-        yield load_candidate(stage, f"round_{number}", stage.root / rounds.path_in(number, rounds.POLICY))
-    for name in stage.params.extra_models:
-        yield load_candidate(stage, name, folder_of(stage, EXTRA, name, "evaluate.extra_models"))
+    for name, folder in candidates(stage):
+        yield load_candidate(stage, name, folder)
+
+
+def candidates(stage: Stage[EvaluateParams]) -> list[tuple[str, Path]]:
+    """Name and folder of each model but the SFT model."""
+    methods = [(method.name, stage.root / "models" / method.name) for method in WITH_MODEL]
+    earlier = range(1, rounds.last_closed(stage.root) + 1)
+    return [
+        ("policy", stage.root / "models/policy"),
+        *((name, folder) for name, folder in methods if (folder / "config.json").is_file()),
+        *((f"round_{number}", stage.root / rounds.path_in(number, rounds.POLICY)) for number in earlier),
+        *((name, folder_of(stage, EXTRA, name, "evaluate.extra_models")) for name in stage.params.extra_models),
+    ]
+
+
+def snapshots_of(stage: Stage[EvaluateParams]) -> list[tuple[int, bool]]:
+    """The steps of the snapshots on the frontier, and whether each is the policy."""
+    selected, kls = stage.read_json(SELECT), kl_by_step(stage.root / SELECT_TABLE)
+    steps = chosen_snapshots(kls, selected, stage.params.snapshots)
+    return [(step, step == selected["step"] and selected["eta"] == 1) for step in steps]
+
+
+def answers_to_sample(stage: Stage[EvaluateParams], evaluator: Evaluator) -> int:
+    """Answers of all models, for the progress."""
+    params, samples = stage.params, stage.params.optimum_samples
+    seeds, drawn = len(params.seeds), max(stage.block("best_of_n", BestOfNParams).n) if stage.read(BEST_OF_N) else 0
+    each = (1 + len(candidates(stage))) * seeds + len(params.interpolation)
+    each += sum(not is_policy for _, is_policy in snapshots_of(stage))
+    each += max(0, samples - seeds - drawn) + max(0, samples - seeds)
+    return each * len(evaluator.rows)
 
 
 def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, Results]:

@@ -54,8 +54,6 @@ USABLE = 0.95
 GPU."""
 SAMPLED = ("judge", "model", "both")
 """Sources of preferences that sample answers."""
-FOR_OPTIMUM = 8
-"""Answers of the SFT model, and of the policy, to each prompt from which `evaluate` estimates the optimum."""
 SAVES = 0.01
 """A change that saves a smaller share of the peak is left out."""
 FLOPS = {"CPU": 1.5e11, "float32": 2e13, "bfloat16": 3e14}
@@ -500,7 +498,7 @@ def stages_of(
     methods = sum(BY_NAME[name].has_model for name, _ in params.enabled_methods())
     snapshots = math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
     once = len(settings.interpolation) + min(settings.snapshots, snapshots)
-    each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, FOR_OPTIMUM - seeds)
+    each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, settings.optimum_samples - seeds)
     drawn = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
     whole = Lengths(prompt, settings.max_new_tokens)
     read = round(drawn * whole.whole * (2 + others.passes(model, scorers, judges=True)))

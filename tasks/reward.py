@@ -1,10 +1,11 @@
 """Stage `reward`: the Bradley-Terry reward model that PPO maximises, its further members, the one that only judges, and
 their figures on held-out prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,10 +30,11 @@ from tasks.datasets.raw import REWARD_BASE, as_noted
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
+from tasks.summary import BASELINES, not_better_than
 from tasks.training.gold_judge import judge_of
 from tasks.training.pairs import PREFERENCES, comparisons
 from tasks.training.ratings import RATINGS, rated_comparisons
-from tasks.training.reward_figures import figures_of, gold_margins
+from tasks.training.reward_figures import baseline_figures, figures_of, gold_margins
 from tasks.training.trainer_setup import log_table, place_of, training_run
 
 REWARD, SFT = "models/reward", "models/sft"
@@ -76,6 +78,7 @@ def execute(stage: Stage[RewardConfig]) -> None:
     labelled = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if annotator else []
     gold = gold_margins(labelled, tokenizer, heldout, annotator, as_text) if annotator else None
     metrics, tables = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
+    metrics |= baseline_figures(tokenizer, own, heldout, scores, stage.seed)
     metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss, **of_members)
     for out, rows in tables.items():
         stage.outputs.write_csv(out, rows)
@@ -88,6 +91,27 @@ def execute(stage: Stage[RewardConfig]) -> None:
         answers = {"train_ratings": training, "heldout_ratings": heldout}
         metrics.update({name: sum(len(c.responses) for c in found) for name, found in answers.items()})
     stage.write_metrics({**metrics, "pairs_too_long": too_long + also_too_long})
+    log_verdict(stage, metrics)
+
+
+def log_verdict(stage: Stage[RewardConfig], metrics: Mapping[str, Any]) -> None:
+    """Print the accuracy on held-out pairs beside the baselines', and a warning where it is not above them."""
+
+    def shown(key: str) -> str:
+        return f"{metrics[key]:.1%} ({metrics[f'{key}_low']:.1%} to {metrics[f'{key}_high']:.1%})"
+
+    others = "; ".join(f"{label} {shown(f'{name}_accuracy')}" for name, label in BASELINES.items())
+    stage.log(f"of {metrics['heldout_pairs']} held-out pairs {shown('heldout_accuracy')} ranked right; {others}")
+    if "reward_rating_spearman" in metrics:
+        names = {"reward": "the reward model", **BASELINES}
+        known = [f"{label} {value:.2f}" for n, label in names.items()
+                 if (value := metrics[f"{n}_rating_spearman"]) is not None]  # fmt: skip
+        stage.log(f"rank correlation with held-out ratings: {', '.join(known)}")
+    if (other := not_better_than(metrics)) is not None:
+        stage.warn(
+            f"the reward model is not shown to be better than {other}: what PPO makes of its score means "
+            "little; add pairs, or train longer or on a larger model"
+        )
 
 
 def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase, bool]:

@@ -2,6 +2,7 @@
 scores and KL on validation prompts."""
 
 import copy
+from dataclasses import replace
 from statistics import stdev
 from typing import Any
 
@@ -69,10 +70,13 @@ def compare(stage: Stage[SelectParams], config: PPOConfig, sft: CandidateModel) 
         purpose="select ",
         max_prompt_tokens=config.max_prompt_tokens,  # the policy is chosen by prompts as it was trained on
     )
+    steps = snapshots.steps_in(stage.root / SNAPSHOTS)
+    count = (1 + len(steps) + len(stage.params.interpolation)) * len(evaluator.rows)
+    evaluator = replace(evaluator, progress=stage.progress(count, "answer"))
     (start,) = evaluator.answer(sft, [stage.seed])
     table = [summarise(evaluator, start, 0, 0.0, start)]
     policy = None
-    for step in snapshots.steps_in(stage.root / SNAPSHOTS):
+    for step in steps:
         policy = policy_at(stage, sft, step, policy)
         (scored,) = evaluator.answer(policy, [stage.seed])
         table.append(summarise(evaluator, start, step, 1.0, scored))

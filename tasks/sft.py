@@ -41,7 +41,7 @@ def execute(stage: Stage[SFTConfig]) -> None:
         return item, len(item.prompt) + len(item.response)
 
     limit = min(stage.params.max_tokens, context_length(model))
-    kept, too_long = fitting(stage, DEMONSTRATIONS, stage.read(DEMONSTRATIONS), encode, limit)
+    kept, too_long = fitting(stage, DEMONSTRATIONS, stage.read(DEMONSTRATIONS), encode, limit, key="sft.max_tokens")
     training = [item for row, item in kept if row["split"] == "train"]
     validation = [item for row, item in kept if row["split"] == "validation"]
     if not training or not validation:

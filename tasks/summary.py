@@ -27,11 +27,25 @@ FIGURES = {
 }
 """Name -> label with its unit, in the order of tables."""
 
+BASELINES = {"length": "the longer answer", "words": "a bag of words"}
+"""What a reward model is compared with, by the beginning of its figures' names in metrics/reward.json."""
+
 
 def summarise(evaluation: Mapping[str, Any], reward: Mapping[str, Any], ppo: Mapping[str, Any]) -> dict[str, float]:
     """The figures of metrics/{evaluate,reward,ppo}.json that are known."""
     found = {**evaluation, "reward_accuracy": reward.get("heldout_accuracy"), "alerts": len(ppo.get("alerts") or [])}
     return {name: found[name] for name in FIGURES if found.get(name) is not None}
+
+
+def not_better_than(reward: Mapping[str, Any]) -> str | None:
+    """What the reward model of metrics/reward.json is not shown to be better than on held-out pairs, by 95% intervals:
+    chance, or the better one of two baselines that cost nothing. None where it is, or where that is unknown."""
+    low = reward.get("heldout_accuracy_low")
+    if low is not None and low <= 0.5:
+        return "chance"
+    known = [name for name in BASELINES if reward.get(f"ahead_of_{name}_low") is not None]
+    best = max(known, key=lambda name: float(reward[f"{name}_accuracy"]), default=None)
+    return BASELINES[best] if best is not None and reward[f"ahead_of_{best}_low"] <= 0 else None
 
 
 def read(root: Path) -> dict[str, float]:

@@ -30,6 +30,7 @@ CANNOT_CHANGE_RESULTS = {
     "rlhf_core.files": "how bytes reach the disk, not which",
     "rlhf_core.finite": "stops at NaN and infinity, never changes a number",
     "rlhf_core.locks": "keeps processes apart",
+    "rlhf_core.progress": "what is printed while a stage runs",
     "rlhf_core.training.checkpoints": "resumable state; a resumed run ends in the same bytes",
     "rlhf_core.config.block": "strictness of parameters: it refuses values and never changes one",
     "rlhf_core.config.paths": "refuses paths, never changes one",

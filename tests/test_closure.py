@@ -124,7 +124,7 @@ def test_evaluation_code_trains_no_model() -> None:
     trained = set(closure.MODELS) - {"select"}
     shared = {"rlhf_core/evaluation/judges.py"}  # the judge of the demo also labels preferences
     files = {file.relative_to(ROOT).as_posix() for file in (ROOT / "rlhf_core/evaluation").glob("*.py")}
-    of_reward = {f"rlhf_core/evaluation/{name}.py" for name in ("agreement", "calibration", "intervals")}
+    of_reward = {f"rlhf_core/evaluation/{name}.py" for name in ("agreement", "baselines", "calibration", "intervals")}
     for file in files - shared - of_reward:
         assert not closest(file) & trained, file
 

@@ -17,6 +17,7 @@ from rlhf_core.models.head import Predictions, read
 from rlhf_core.models.hf import scalar_head
 from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import Packed, can_pack
+from rlhf_core.progress import report
 
 Result = TypeVar("Result")
 
@@ -149,6 +150,7 @@ def map_batches(
         some = None if counted is None else [counted[i] for i in rows]
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device, some)
         found |= zip(rows, read(batch), strict=True)
+        report("reading", len(found), len(lengths))
     return [found[i] for i in range(len(lengths))]
 
 

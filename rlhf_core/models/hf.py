@@ -31,6 +31,7 @@ from rlhf_core.finite import require_finite
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.precision import frozen_dtype, keep_float32
 from rlhf_core.models.quantised import detach_quantizer, nf4_options
+from rlhf_core.progress import report
 
 BIAS = "score_bias"
 """The key of config.json with the bias of a head that has none in its architecture; only `load_classifier` reads
@@ -194,6 +195,8 @@ def _weights(
     may be missing. Raises UserError for missing weights, for those of another shape, for those of the model's own
     modules that are not read, and for a reward model as a language model.
     """
+
+    report(f"loading {'/'.join(Path(path).parts[-2:])}", 0, 1)
 
     def load(**renaming: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
         model, found = kind.from_pretrained(

@@ -5,7 +5,6 @@ or the other rows. No top-k, top-p or penalties: they would change what is sampl
 folder's generation_config is not read; the caller names the stop tokens.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +20,7 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.batch import positions_of
 from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.masked import masked_log_softmax
+from rlhf_core.progress import report
 
 Outcome = tuple[list[int], list[float], bool]
 """One response: token ids, their log-probabilities (nats), and whether it ended."""
@@ -66,10 +66,17 @@ def sample(
     `batch_size` rows run side by side, prompts of similar length together; it changes no sample beyond float near-ties.
     """
 
+    done = 0
+
     def work(rows: list[int]) -> list[Outcome]:
+        nonlocal done
         chosen, their_keys = [prompts[i] for i in rows], [keys[i] for i in rows]
         states = _decode(model, chosen, their_keys, max_new_tokens, temperature, stop_ids, pad_id)
-        return deque(states, maxlen=1)[0]
+        for length, found in enumerate(states, start=1):
+            drawn = sum(len(tokens) == length for tokens, _, _ in found)
+            report("sampling", done + len(rows) * length / max_new_tokens, len(prompts), drawn)
+        done += len(rows)
+        return found
 
     outcomes = in_length_order([len(prompt) for prompt in prompts], batch_size, work)
     return Sampled([r for r, _, _ in outcomes], [p for _, p, _ in outcomes], [e for _, _, e in outcomes])

@@ -40,6 +40,7 @@ from rlhf_core.ppo.ptx import Piece, TextMix
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.scoring import RewardSource, Scoring
 from rlhf_core.ppo.statistics import UpdateStatistics
+from rlhf_core.progress import report
 from rlhf_core.training.processes import Processes
 
 Row = dict[str, float | None]
@@ -157,6 +158,7 @@ class PPOTrainer:
                     mean_length = found.tokens / len(minibatch)
                     # Σ over the tokens of the whole minibatch, whatever its micro-batches and processes (rule 13)
                     for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, minibatch, plan)):
+                        report("updating", number, plan.epochs * plan.minibatches)
                         share = counts / found.tokens
                         values = self._train_critic(rows, rollout, credit, plan, share)
                         forward = Pass.over(
@@ -229,7 +231,8 @@ class PPOTrainer:
             rows=self.rows and [self.rows[i] for i in chosen],
         )
         plan = StepPlan.of(self.config, self.steps_done)
-        for minibatch in self._minibatches(rollout, plan, epochs=1):
+        for number, minibatch in enumerate(self._minibatches(rollout, plan, epochs=1)):
+            report("reading", number * len(minibatch), len(chosen))
             for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, minibatch, plan)):
                 batch = rollout.batch(rows, self.pad_id)
                 found, values = self.models.compare(batch, self.config.temperature)

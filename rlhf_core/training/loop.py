@@ -20,6 +20,7 @@ from rlhf_core.models.batching import tokens_per_pass
 from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sharding import clip_gradients, is_divided
+from rlhf_core.progress import report
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.run import Run
 from rlhf_core.training.state import STATE, newest, save
@@ -131,7 +132,8 @@ class Training:
         passes = passes_of(places, self.tokens, self.most_items, self.most_tokens)
         mine = [(group, True) for group in passes] if processes is None else processes.share_evenly(passes)
         total: dict[str, Tensor] = {}
-        for group, counts in mine:
+        for number, (group, counts) in enumerate(mine):
+            report("step", self.done + number / len(mine), self.schedule.steps)
             with autocast(self.run.precision, self.model.device):
                 sums = self.sums(group)
             loss = sums["loss"] * (counts / terms)

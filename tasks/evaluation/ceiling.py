@@ -10,9 +10,6 @@ from rlhf_core.evaluation.optimum import Draws, Optimum, ceiling, share_of_optim
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers
 from tasks.evaluation.results import Results, Table
 
-SFT_SAMPLES, POLICY_SAMPLES = 8, 8
-"""Answers to each prompt that the ceiling is estimated from. With these, on 40 prompts of the demo, the optimum's gain
-at 3 nats is 2% below an estimate from 512 answers of the SFT model, at 4.2 effective samples."""
 FIRST_SEED = 2**32
 """Of further answers; larger than any seed of the parameters."""
 
@@ -47,26 +44,28 @@ class Ceiling:
         return share_of_optimum(reward - self.start, kl, [point.kl for point in self.points], gains)
 
 
-def add_shares(found: Ceiling, models: dict[str, dict[str, Any]]) -> list[dict[str, float | None]]:
-    """Add `optimum_share` to the figures of every model; the rows of the ceiling. The share is None for the SFT model,
-    for models of other tokens, and outside the KL of the ceiling."""
+def add_shares(found: Ceiling | None, models: dict[str, dict[str, Any]]) -> list[dict[str, float | None]]:
+    """Add `optimum_share` to the figures of every model; the rows of the ceiling, none without one. The share is None
+    for the SFT model, for models of other tokens, outside the KL of the ceiling, and without one."""
     for figures in models.values():
         kl = figures["kl"]
-        figures["optimum_share"] = None if kl is None else found.share(figures["reward"], kl)
-    return found.rows()
+        figures["optimum_share"] = None if found is None or kl is None else found.share(figures["reward"], kl)
+    return [] if found is None else found.rows()
 
 
-def draw_ceiling(evaluator: Evaluator, policy: CandidateModel, results: dict[str, Results]) -> Ceiling:
-    """The ceiling, from answers of the SFT model (those of best-of-n, too) and of the policy, which is sampled some
-    more: answers of the SFT model alone hardly contain any of the optimum's at a few nats.
+def draw_ceiling(evaluator: Evaluator, policy: CandidateModel, results: dict[str, Results], samples: int) -> Ceiling:
+    """The ceiling, from `samples` answers to each prompt of the SFT model (those of best-of-n, too) and as many of the
+    policy, which are sampled where they are not in `results`: answers of the SFT model alone hardly contain any of the
+    optimum's at a few nats. With 8, on 40 prompts of the demo, the optimum's gain at 3 nats is 2% below an estimate
+    from 512 answers of the SFT model, at 4.2 effective samples.
 
     R is the reward model's score in standard deviations of the SFT model's answers, as PPO has it.
     """
     start, own = results["sft"].columns, results["policy"].columns
     drawn = next((each.columns for name, each in results.items() if name.startswith("best_of_")), [])  # same for all n
-    sft = [*start, *drawn][: max(SFT_SAMPLES, len(start))]
-    sft += further(evaluator, evaluator.reference, "sft", SFT_SAMPLES - len(sft))
-    more = further(evaluator, policy, "policy", POLICY_SAMPLES - len(own))
+    sft = [*start, *drawn][: max(samples, len(start))]
+    sft += further(evaluator, evaluator.reference, "sft", samples - len(sft))
+    more = further(evaluator, policy, "policy", samples - len(own))
     columns = [*sft, *own, *more]
     ratios = evaluator.log_ratios(policy, sft)
     for column in [*own, *more]:

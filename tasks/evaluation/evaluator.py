@@ -33,6 +33,7 @@ from tasks.params.judge import JudgeParams
 from tasks.params.scorer import FOLDER
 from tasks.stage.long_rows import fitting_prompts
 from tasks.stage.models import load_frozen
+from tasks.stage.progress import Progress
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.scalar_models import ScalarModels
@@ -107,6 +108,8 @@ class Evaluator:
     """Evaluators of different purposes use different random numbers."""
     judging: Scorer | None = None
     """The reward model that PPO is not trained on; None in a run without one."""
+    progress: Progress | None = None
+    """Counts the answers of all models together; None: each model's on its own."""
     _known: dict[int, Known] = field(default_factory=dict)
     """Cache of the scores of each scorer, by its `id`; shared by all models."""
     _encoded: dict[str, list[list[int]]] = field(default_factory=dict)
@@ -235,7 +238,8 @@ class Evaluator:
 
         order = sorted(jobs, key=lambda job: (len(prompt_ids[job[1]]), job[1]))
         batches = [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
-        found = self.stage.resumed(f"answers-{candidate.name}", batches, work, unit=f"{candidate.name} answer")
+        unit = f"{candidate.name} answer"
+        found = self.stage.resumed(f"answers-{candidate.name}", batches, work, unit=unit, progress=self.progress)
         drawn = dict(zip(order, found, strict=True))
         return [drawn[job] for job in jobs]
 

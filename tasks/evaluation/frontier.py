@@ -58,8 +58,11 @@ def chosen_snapshots(kls: Mapping[int, float | None], selected: Row, most: int) 
     """The steps of at most `most` snapshots for the frontier.
 
     The policy's, the first, the last, and those with the best scores of judge and reward model; then repeatedly the one
-    farthest in √KL from those chosen. Without known KLs the distance is in steps.
+    farthest in √KL from those chosen. Without known KLs the distance is in steps. With `most` 0 the policy's alone,
+    which has been sampled, or none where the policy is interpolated.
     """
+    if most == 0:
+        return [selected["step"]] if selected["eta"] == 1 else []
     known = None not in kls.values()
     places = {step: max(0.0, kl) ** 0.5 if known and kl is not None else float(step) for step, kl in kls.items()}
     named = (selected["step"], min(kls), max(kls), selected["best_judge_step"], selected["best_proxy_step"])

@@ -43,7 +43,7 @@ class Answered:
     interpolated: dict[float, Results] = field(default_factory=dict)
     """Between SFT model and policy, by η; first sampling seed only."""
     ceiling: Ceiling | None = None
-    """The optimum against the reward model."""
+    """The optimum against the reward model; None where `evaluate.optimum_samples` is 0."""
 
 
 def model_figures(

@@ -31,7 +31,7 @@ from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.preferences import PreferencesParams
 from tasks.params.round import RoundParams
 from tasks.stage import rounds
-from tasks.stage.long_rows import fitting, prompt_encoder
+from tasks.stage.long_rows import fitting, prompt_encoder, warn_of_cut_answers
 from tasks.stage.models import load_frozen, set_numerics
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -137,6 +137,8 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
 
     batches = [jobs[start : start + params.batch_size] for start in range(0, len(jobs), params.batch_size)]
     drawn = stage.resumed("samples", batches, work, show=lambda done: {"tokens": mean_length(done)})
+    cut = [not ended for _, ended in drawn]
+    warn_of_cut_answers(stage, tokenizer, folder, cut, params.max_new_tokens, "preferences.max_new_tokens")
     samples = [
         {
             "prompt_id": row["prompt_id"],

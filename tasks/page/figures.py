@@ -107,17 +107,20 @@ def frontier(run: Run) -> Picture | None:
     shown = percent if kind == "win_rate" else number
     texts = (f"{text} {shown(y)} at {number(x * x)} nats" for x, y, text, _ in named)
     seeds = len(run.evaluation["seeds"])
+    more = ", the snapshots" if sum(row["family"] == "ppo" for row in rows) > 1 else ""
+    if between := any(row["family"] == "interpolated" for row in rows):
+        more += " and, as diamonds, the policies interpolated between SFT and PPO"
     caption = (
-        "Higher at the same KL is better. The line is PPO’s frontier, the concave majorant (straight in KL) of SFT, "
-        "the snapshots and, as diamonds, the policies interpolated between SFT and PPO: answering with one of two "
-        "models at random reaches the line between them. Best-of-n is a line with n. Bars: 95% intervals over prompts."
+        "Higher at the same KL is better. The line is PPO’s frontier, the concave majorant (straight in KL) of SFT"
+        f"{more or ' and the policy'}: answering with one of two models at random reaches the line between them. "
+        "Best-of-n is a line with n. Bars: 95% intervals over prompts."
     )
     if ceiling:
         caption += (
             f" Dashed: the optimum π_SFT·exp(R/β)/Z for the {run.proxy}’s score R, as far as it can be estimated; no "
             "model has a higher proxy score at its KL."
         )
-    if seeds > 1:
+    if seeds > 1 and (more or between):
         caption += (
             " PPO’s snapshots other than the policy, and the interpolated policies, have the answers of only the first "
             f"of the table’s {seeds} sampling seeds."

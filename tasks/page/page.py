@@ -22,6 +22,8 @@ HERE = Path(__file__).parent
 NOT_PROMISED = "not promised, because of deterministic: false"
 NAMED = 12
 """Annotators that are named at most."""
+MANY = 0.2
+"""The share of answers that are cut off, or of rows that do not fit, above which a note says so."""
 
 
 def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str, str]) -> str:
@@ -94,6 +96,7 @@ def comparison(run: Run) -> tuple[list[Column], list[tuple[str, str, list[Cell]]
 def notes(run: Run) -> list[str]:
     """Notes below the table of models: who judged, what varies in the intervals, and how columns are computed."""
     e, shown = run.evaluation, {column.key for column in columns_of(run.models)}
+    plain = (run.params.get("base") or {}).get("format") == "text"  # its answers need no end
     texts = [f"Judge: {e['win_rate_judge']}."]
     if "simulated" in str(e["win_rate_judge"]):
         texts.append("The judge is simulated: no person has judged an answer.")
@@ -133,6 +136,12 @@ def notes(run: Run) -> list[str]:
             f"In both orders {checks.get('judge')} gave the same verdict for {percent(checks['self_agreement'])} of "
             f"{count(checks.get('pairs'))} pairs; position bias {points(checks.get('position_bias'))}{unread}."
         )
+    cut = finite(e.get("missing_eos_share_sft"))
+    if cut is not None and cut > MANY and not plain:
+        texts.append(f"{percent(cut)} of SFT’s answers are cut off at the limit (evaluate.max_new_tokens).")
+    dropped, pairs = run.metrics["reward"].get("pairs_too_long"), run.metrics["preferences"].get("pairs")
+    if dropped and pairs and dropped > MANY * pairs:
+        texts.append(f"{count(dropped)} of {count(pairs)} pairs were too long for reward.max_tokens and were dropped.")
     if len(e["seeds"]) > 1:
         spread, varies = finite(run.models["policy"].get(f"{run.score}_spread")), ""
         if spread:
@@ -154,6 +163,10 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         known = finite(figures.get(key)) is not None
         return f"{percent(figures[key])} ({percent_interval(interval(figures, key))})" if known else MISSING
 
+    def correlated(key: str) -> str:
+        value, ends = finite(r.get(key)), interval(r, key)
+        return MISSING if value is None or ends is None else f"{number(value)} ({number(ends[0])} to {number(ends[1])})"
+
     facts = [("Labels", whose_labels(run))]
     if labelled := preferences.get("judge_model"):
         known = labelled.get("agreement") or {"with": "people"}
@@ -168,6 +181,8 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         ]
     facts += [
         ("Held-out accuracy (95% interval)", share(r, "heldout_accuracy")),
+        ("The longer answer wins, on the same pairs", share(r, "length_accuracy")),
+        ("A bag of words, on the same pairs", share(r, "words_accuracy")),
         ("Held-out pairs", count(r.get("heldout_pairs"))),
         ("Expected calibration error", number(r.get("expected_calibration_error"), 3)),
     ]
@@ -183,6 +198,14 @@ def reward_facts(run: Run) -> list[tuple[str, str]]:
         ]
     facts += [
         ("Judging reward model, held-out accuracy", share(r, "judge_accuracy")),
+        *(
+            (f"Rank correlation of ratings with {whose} (95% interval)", correlated(f"{name}_rating_spearman"))
+            for name, whose in {
+                "reward": "the reward model’s scores",
+                "length": "length",
+                "words": "a bag of words",
+            }.items()
+        ),
         ("Correlation with length", number(run.metrics["ppo"].get("length_correlation"))),
     ]
     if run.has_judge:

@@ -7,8 +7,9 @@ from typing import Any
 from tasks.page.comparison_table import label
 from tasks.page.inputs import Run, finite, interval
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
+from tasks.summary import BASELINES, not_better_than
 
-YES, NO, OPEN = "Yes", "No", "No evidence either way"
+YES, NO, OPEN, UNMEASURED = "Yes", "No", "No evidence either way", "Not measured"
 KINDS = {"gold": "gold score", "win_rate": "win rate against SFT"}
 FEW_PROMPTS = 100
 """With fewer, and one answer to each, the 95% interval of a win rate near one half is wider than ±10 points."""
@@ -38,7 +39,7 @@ def findings(run: Run) -> list[Finding]:
         "Better than SFT?",
         _verdict(ends, 0.5),
         f"{percent(run.evaluation['win_rate'])} ({shown})",
-        f"win rate of the policy, judged by {run.judge}",
+        f"win rate of the policy, judged by {run.judge}{_trained_by(run)}",
     )
     return [against_sft, *against_others(run), *([earlier] if earlier else [])]
 
@@ -67,6 +68,13 @@ def doubts(run: Run) -> list[str]:
             right = f"{percent(reward.get(key))} ({percent_interval(ends)})"
             pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
             found.append(f"the {name} is not shown to be better than chance, {pairs}")
+    if run.has_reward_model and (other := not_better_than(reward)) in BASELINES.values():
+        name = next(key for key, label in BASELINES.items() if label == other)
+        ahead, ends = points(reward[f"ahead_of_{name}"]), interval(reward, f"ahead_of_{name}")
+        theirs = percent(reward[f"{name}_accuracy"])
+        shown = f"{percent(reward.get('heldout_accuracy'))} of the held-out pairs against {theirs}"
+        between = "" if ends is None else f" ({points(ends[0])} to {points(ends[1])})"
+        found.append(f"the reward model is not shown to be better than {other}, {shown}, {ahead}{between}")
     if prompts < FEW_PROMPTS:
         found.append(f"only {count(prompts)} held-out prompts, fewer than {FEW_PROMPTS}")
     return found
@@ -108,11 +116,19 @@ def stop_earlier(run: Run) -> Finding | None:
     earlier = "the SFT model" if best == 0 else f"step {best}"
     measured = f"{earlier} ({on}) less step {last}, the last one"
     ends = interval(stopping, "difference")
+    if ends is None and selected["best_judge_step"] is not None and not run.evaluation.get("stopping"):
+        return Finding(question, UNMEASURED, MISSING, f"{measured}; evaluate.snapshots measures it on the test prompts")
     if ends is None:
         return Finding(question, OPEN, MISSING, measured)
     kind = stopping["score"]
     figure = _figure(kind, stopping["difference"], ends)
     return Finding(question, _verdict(ends), figure, f"{KINDS[kind]} on the test prompts: {measured}")
+
+
+def _trained_by(run: Run) -> str:
+    """A note on what the policy was trained by, where that is not shown to be better than a baseline."""
+    other = not_better_than(run.metrics["reward"]) if run.has_reward_model else None
+    return "" if other is None else f"; trained by a reward model that is not shown to be better than {other}"
 
 
 def _equal_kl(run: Run, name: str) -> str:

@@ -14,13 +14,14 @@ HELDOUT = "heldout"
 
 
 class EvaluateParams(Block):
-    """All models answer the same held-out prompts."""
+    """All models answer the same held-out prompts. By default once, and nothing else is sampled: with a real model each
+    further answer takes time. `seeds`, `snapshots`, `interpolation` and `optimum_samples` ask for more."""
 
     prompts: BelowRaw = HELDOUT
     """`heldout`: the held-out prompts of the data. Otherwise a JSONL file of prompts below data/raw/."""
     max_prompts: Positive = 300
     """Largest number of prompts."""
-    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(default_factory=lambda: [1, 2, 3])
+    seeds: Annotated[list[Seed], Field(min_length=1)] = Field(default_factory=lambda: [1])
     """Sampling seeds: each model answers each prompt once per seed."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature; 1 is the model's own distribution."""
@@ -35,11 +36,15 @@ class EvaluateParams(Block):
     """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
     bootstrap: Annotated[int, Field(ge=100)] = 2000
     """Bootstrap resamples of the prompts for a 95% interval."""
-    snapshots: Annotated[int, Field(ge=2)] = 5
+    snapshots: Annotated[int, Field(ge=0)] = 0
     """PPO's snapshots on the frontier, if there are more: the policy's, the first, the last, the best by judge and
-    reward model, and others that are spread over √KL. Those named stay even where they are more than this."""
-    interpolation: list[Share] = Field(default_factory=lambda: [0.15, 0.3, 0.5, 0.65, 0.8])
+    reward model, and others that are spread over √KL. Those named stay even where they are more than this. 0: only the
+    policy's."""
+    interpolation: list[Share] = Field(default_factory=list)
     """Interpolated policies on the frontier: for each η the weights SFT + η·(policy − SFT)."""
+    optimum_samples: Annotated[int, Field(ge=0)] = 0
+    """Answers of the SFT model, and as many of the policy, to each prompt, from which the optimum against the scorer is
+    estimated, the ceiling of the frontier. Those that are there already count: of `seeds`, of best-of-n. 0: none."""
     extra_models: list[FolderName] = Field(default_factory=list)
     """Names of Hugging Face folders below models/extra/ that are compared, too."""
 

@@ -1,18 +1,22 @@
 """Rows of a dataset as token ids. Rows that do not fit are refused, all of them at once, or dropped and counted."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import encode_prompt, encode_response
+from rlhf_core.data.tokenizer import TEXT_TEMPLATE, encode_prompt, encode_response
 from rlhf_core.errors import UserError
+from rlhf_core.progress import report
 from tasks.datasets.jsonl import Row
 from tasks.datasets.problems import print_problems
 from tasks.stage.stage import Stage
 
 Item = TypeVar("Item")
 
+MANY = 0.2
+"""The share of rows that do not fit, or of answers that do not end, above which a stage warns."""
 ANSWERS = {
     "data/ingest/demonstrations.jsonl": ("response",),
     "data/ingest/pairs.jsonl": ("chosen", "rejected"),
@@ -31,18 +35,21 @@ def fitting(
     encode: Callable[[Row], tuple[Item, int]],
     limit: int,
     reserve: int = 0,
-    limited_by: str = "the context or the limit",
+    key: str = "",
 ) -> tuple[list[tuple[Row, Item]], int]:
-    """Rows whose tokens plus `reserve` new ones stay within `limit`, each with what `encode` made of it. `limited_by`:
-    the key to enlarge, for messages.
+    """Rows whose tokens plus `reserve` new ones stay within `limit`, each with what `encode` made of it. `key`: the
+    parameter of the limit, for messages; empty: the context is the limit.
 
     `encode` returns the item and its tokens. Returns the rows that fit and the number of those that do not.
     Raises UserError when `long_rows` is refuse and rows do not fit (several are listed before), or when no row fits;
     an error of `encode` gets the row's place.
     """
-    kept, long = [], []
+    enlarged = key or "the context or the limit"
+    kept, long, lengths = [], list[tuple[int, int]](), []
     for number, row in enumerate(rows, start=1):
         item, tokens = _encoded(encode, path, number, row)
+        report("encoding", number, len(rows))
+        lengths.append(tokens + reserve)
         if tokens + reserve <= limit:
             kept.append((row, item))
         else:
@@ -54,11 +61,18 @@ def fitting(
         print_problems((f"{path}, row {n}: {t} tokens{extra}" for n, t in long), len(long), stage.log)
         raise UserError(
             f"{path}, row {number}: {tokens} tokens{extra} are longer than the {limit} that fit{more}; "
-            f"shorten the row, enlarge {limited_by}, or set long_rows: drop"
+            f"shorten the row, enlarge {enlarged}, or set long_rows: drop"
         )
     if rows and not kept:
-        raise UserError(f"{path}: none of its {len(rows)} rows fits into {limit} tokens; enlarge {limited_by}")
-    if long:
+        raise UserError(f"{path}: none of its {len(rows)} rows fits into {limit} tokens; enlarge {enlarged}")
+    if len(long) > MANY * len(rows):
+        enough = sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
+        remedy = f"raise {key}" if key else "choose a model with a longer context, or lower max_new_tokens"
+        stage.warn(
+            f"{path}: {len(long)} of {len(rows)} rows ({len(long) / len(rows):.0%}) have more than {limit} tokens and "
+            f"were dropped; 95% of the rows need {enough} tokens or less: {remedy}"
+        )
+    elif long:
         stage.log(f"{path}: {len(long)} of {len(rows)} rows are too long and were dropped")
     return kept, len(long)
 
@@ -76,8 +90,20 @@ def fitting_prompts(
     each with the ids of its prompt, and the number of the others. Raises as `fitting`."""
     encode = prompt_encoder(tokenizer)
     if max_prompt_tokens is not None and max_prompt_tokens + max_new_tokens < context:
-        return fitting(stage, path, rows, encode, max_prompt_tokens, limited_by="max_prompt_tokens")
+        return fitting(stage, path, rows, encode, max_prompt_tokens, key="max_prompt_tokens")
     return fitting(stage, path, rows, encode, context, reserve=max_new_tokens)
+
+
+def warn_of_cut_answers(
+    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, whose: str, cut: Sequence[bool], limit: int, key: str
+) -> None:
+    """Warn where many answers did not end within `limit` tokens, the parameter `key`. Not for a model that continues
+    texts (`base.format: text`), whose answers need no end."""
+    if tokenizer.chat_template != TEXT_TEMPLATE and sum(cut) > MANY * len(cut):
+        stage.warn(
+            f"{sum(cut)} of {len(cut)} answers of {whose} ({sum(cut) / len(cut):.0%}) are cut off at {limit} tokens; "
+            f"raise {key}, or ask for shorter answers: without its end an answer is judged as if it had one"
+        )
 
 
 def _encoded(encode: Callable[[Row], tuple[Item, int]], path: str, number: int, row: Row) -> tuple[Item, int]:

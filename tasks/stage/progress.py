@@ -1,52 +1,93 @@
-"""The progress of a loop: stage, step, metrics, time left. On a terminal one line is rewritten; elsewhere a line is
-printed every few seconds."""
+"""The progress of a stage: its loop, what is done inside one round of it, metrics, time left. On a terminal one line is
+rewritten; elsewhere a line is printed every few seconds."""
 
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-_LINE = re.compile(r"^\[[^\]]+\] (?:[^\d\s]\S* )+\d+/\d+(?:  |$)")
+_LINE = re.compile(r"^\[[^\]]+\] (?:(?:[^\d\s]\S* )+\d+/\d+(?:  |$)|loading \S+$)")
 BASIS_UPDATES = 3
 BASIS_SECONDS = 5.0
 """There is no estimate before this many updates or seconds."""
+SLOW, SAMPLED_SECONDS = 100, 10.0
+"""Tokens a second below which a sampler is called slow, and the seconds over which that is measured."""
 
 
 class Progress:
-    """The progress of one loop of a stage."""
+    """The progress of one loop of a stage.
 
-    def __init__(self, label: str, total: int, unit: str, seconds: float) -> None:
-        self.label, self.total, self.unit, self.seconds = label, total, unit, seconds
-        self.started = self.last_print = time.monotonic()
-        self.first: tuple[int, float] | None = None
+    Args:
+        label: the beginning of every line.
+        total: rounds of the loop.
+        unit: what a round is called.
+        seconds: between two lines where stdout is no terminal.
+        done: rounds that an earlier process has done.
+    """
+
+    def __init__(self, label: str, total: int, unit: str, seconds: float, done: int = 0) -> None:
+        self.label, self.total, self.unit, self.seconds, self.done = label, total, unit, seconds, done
+        self.started = self.last_print = self.last_update = time.monotonic()
+        self.start: tuple[float, float] | None = None
+        """Position and time from which the speed is measured: of the first report, and from the second round on of the
+        end of the first, which may be slow."""
         self.updates = 0
+        self.estimated: tuple[float, float] | None = None
+        """Seconds left and the time of this estimate, where the loop made it."""
+        self.values: Mapping[str, float | None] = {}
         self.terminal = sys.stdout.isatty()
 
-    def update(self, step: int, **values: float | None) -> None:
-        """Report that `step` of the loop is done, with `values`."""
+    def update(self, step: int, left: float | None = None, **values: float | None) -> None:
+        """Report that `step` rounds are done, with `values`. `left`: the seconds left, where the loop has a better
+        estimate than the speed so far."""
         now = time.monotonic()
-        self.first = self.first or (step, now)
         self.updates += 1
-        due = now - self.last_print >= (0.1 if self.terminal else self.seconds)
-        if due or step >= self.total:
-            self.last_print = now
-            self._print(self._line(step, values, now), final=step >= self.total)
+        if self.updates == 2:
+            self.start = (self.done, self.last_update)
+        self.start = self.start or (step, now)
+        self.done, self.values, self.last_update = step, values, now
+        self.estimated = None if left is None else (left, now)
+        self._show(step, "", now, final=step >= self.total)
+
+    def within(self, work: str, done: float, total: int) -> None:
+        """Report what is done of some work inside a round. Parts of this loop's own unit, and answers that are sampled
+        for one of answers, move the position."""
+        now, position, inner = time.monotonic(), float(self.done), f"{work} {int(done)}/{total}" if total > 1 else work
+        if work == self.unit:
+            position, inner = done, ""
+        elif work == "sampling" and self.unit.endswith(("answer", "sample")):
+            position, inner = min(self.done + done, self.total), ""
+        self.start = self.start or (position, now)
+        self._show(position, inner, now, final=False)
+
+    def skip(self, rounds: int) -> None:
+        """Some further rounds are done by an earlier process."""
+        self.done, self.start, self.updates = self.done + rounds, None, 0
 
     def note(self, text: str) -> None:
         """Print a line that the next progress line does not replace."""
         self._print(f"{self.label} {text}", final=True)
 
-    def _line(self, step: int, values: Mapping[str, float | None], now: float) -> str:
-        numbers = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
-        rest = self._left(step, now) if step < self.total else f"done in {duration(now - self.started)}"
-        return "  ".join(filter(None, [f"{self.label} {self.unit} {step}/{self.total}", *numbers, rest]))
+    def seconds_left(self, position: float) -> float | None:
+        """The time left at the speed since `start`, or what the loop estimated less the time since. None without a
+        basis."""
+        now = time.monotonic()
+        if self.estimated is not None:
+            return max(0.0, self.estimated[0] - (now - self.estimated[1]))
+        first, since = self.start or (position, now)
+        if position <= first or (self.updates <= BASIS_UPDATES and now - since < BASIS_SECONDS):
+            return None
+        return (now - since) / (position - first) * (self.total - position)
 
-    def _left(self, step: int, now: float) -> str:
-        """The time left at the speed since the first update; its own time may include a slow start."""
-        first_step, first_time = self.first or (step, now)
-        if step <= first_step or (self.updates <= BASIS_UPDATES and now - first_time < BASIS_SECONDS):
-            return ""
-        return f"{duration((now - first_time) / (step - first_step) * (self.total - step))} left"
+    def _show(self, position: float, inner: str, now: float, final: bool) -> None:
+        if not final and now - self.last_print < (0.1 if self.terminal else self.seconds):
+            return
+        self.last_print = now
+        count = f"{self.unit} {int(position)}/{self.total}" if self.total > 1 else self.unit
+        numbers = [f"{name} {value:.4g}" for name, value in self.values.items() if value is not None]
+        left = None if position >= self.total else self.seconds_left(position)
+        rest = f"done in {duration(now - self.started)}" if final else "" if left is None else f"{duration(left)} left"
+        self._print("  ".join(filter(None, [f"{self.label} {count}", *numbers, inner, rest])), final)
 
     def _print(self, line: str, final: bool) -> None:
         if self.terminal:
@@ -54,6 +95,54 @@ class Progress:
         else:
             sys.stdout.write(line + "\n")
         sys.stdout.flush()
+
+
+class Watch:
+    """Shows the reports of a stage's slow work: inside its loop where there is one, otherwise as a loop of their own.
+    The first is shown at once. Warns, once, of a slow sampler."""
+
+    def __init__(self, label: str, seconds: float, warn: Callable[[str], None]) -> None:
+        self.label, self.seconds, self.warn = label, seconds, warn
+        self.loop: Progress | None = None
+        """The last loop of the stage."""
+        self.own: Progress | None = None
+        self.tokens, self.sampling = 0, 0.0
+        """Tokens that were drawn, and the seconds that this took."""
+        self.last_token: float | None = None
+        """The time of the last report of sampling; None where other work has been reported since."""
+
+    def begin(self, total: int, unit: str, done: int = 0) -> Progress:
+        """A reporter for a loop of `total` rounds, of which an earlier process has done `done`."""
+        self.loop = Progress(self.label, total, unit, self.seconds, done)
+        return self.loop
+
+    def __call__(self, work: str, done: float, total: int, tokens: int = 0) -> None:
+        """See `rlhf_core.progress.Listener`."""
+        loop = self.loop
+        if loop is None or loop.done >= loop.total:
+            if self.own is None or (self.own.unit, self.own.total) != (work, total) or done < self.own.done:
+                shown = max((one.last_print for one in (self.own, loop) if one), default=0.0)
+                self.own = Progress(self.label, total, work, self.seconds)
+                self.own.last_print = shown
+            loop = self.own
+            loop.done = int(done)
+        loop.within(work, done, total)
+        now = time.monotonic()
+        if tokens and self.last_token is not None:
+            self.tokens += tokens
+            self.sampling += now - self.last_token
+            self._warn_of_slow_sampler(loop, done)
+        self.last_token = now if tokens else None
+
+    def _warn_of_slow_sampler(self, loop: Progress, done: float) -> None:
+        if self.sampling < SAMPLED_SECONDS or self.tokens >= SLOW * self.sampling:
+            return
+        left = loop.seconds_left(min(loop.done + done, loop.total))
+        takes = "" if left is None else f"; the rest of this loop takes about {duration(left)}"
+        self.warn(
+            f"the sampler draws {self.tokens / self.sampling:.0f} tokens a second{takes}. Fewer or shorter answers "
+            "(max_new_tokens), larger batches of them, or a GPU take less time"
+        )
 
 
 def is_progress(line: str) -> bool:

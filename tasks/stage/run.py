@@ -16,6 +16,7 @@ import psutil
 
 from rlhf_core.config.block import Block
 from rlhf_core.errors import UserError, did_you_mean, is_out_of_memory
+from rlhf_core.progress import listening
 from tasks.params.loader import parse, read_yaml, why_switched_off
 from tasks.params.stages import STAGES, params_model
 from tasks.schemas.validation import load
@@ -141,6 +142,8 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
         state_dir = state.begin(definition, key)
         resumed = any(state_dir.iterdir())
         workers.start_workers(name, processes)
+        if name in STAGES and name not in WITHOUT_GPU and not is_worker():  # imports alone take seconds
+            print(f"{label} starts", flush=True)
         execute = _import(load_stage)
         quiet_libraries()
         tracked = common.runtime.tracking and name not in WITHOUT_RUN and not is_worker()
@@ -162,7 +165,7 @@ def _run(name: str, model: type[Block], load_stage: Load, interrupts: Interrupts
         )
         status: Status = "FAILED"
         try:
-            with outputs:
+            with outputs, listening(stage.watch):
                 execute(stage)
                 if is_worker():
                     return key

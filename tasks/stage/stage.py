@@ -16,7 +16,7 @@ from tasks.params.runtime import RuntimeParams
 from tasks.stage.interrupts import Interrupts
 from tasks.stage.journal import Journal
 from tasks.stage.outputs import Outputs, rounded
-from tasks.stage.progress import Progress
+from tasks.stage.progress import Progress, Watch
 from tasks.tracking.record import Live
 
 Model = TypeVar("Model", bound=Block)
@@ -58,6 +58,12 @@ class Stage(Generic[Model]):
     interrupts: Interrupts
     exemptions: list[str] = field(default_factory=list)
     """Why the outputs may differ from those of another execution with equal inputs; filled by `exempt`."""
+    warnings: list[str] = field(default_factory=list)
+    """What `warn` has printed."""
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.label, self.runtime.progress_seconds, self.warn)
+        """Shows what slow loops report."""
 
     @property
     def seed(self) -> int:
@@ -102,9 +108,17 @@ class Stage(Generic[Model]):
         """Write metrics/<stage>.json with `rounded` numbers, which go to MLflow when the stage has ended."""
         self.outputs.write_json(f"metrics/{self.name}.json", rounded(content))
 
-    def progress(self, total: int, unit: str = "step") -> Progress:
-        """A reporter for a loop of `total` rounds."""
-        return Progress(self.label, total, unit, self.runtime.progress_seconds)
+    def progress(self, total: int, unit: str = "step", done: int = 0) -> Progress:
+        """A reporter for a loop of `total` rounds, of which an earlier process has done `done`."""
+        return self.watch.begin(total, unit, done)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, once, and keep it as a tag of the stage's run."""
+        if text in self.warnings:
+            return
+        self.warnings.append(text)
+        self.log(f"WARNING {text}")
+        self.tag("leash.warnings", "; ".join(self.warnings))
 
     def exempt(self, why: str) -> None:
         """Record, print and tag why the outputs of this execution are exempt from byte identity."""
@@ -121,19 +135,26 @@ class Stage(Generic[Model]):
         work: Callable[[Sequence[Item]], list[Any]],
         show: Callable[[list[Any]], dict[str, float | None]] = lambda _: {},
         unit: str = "sample",
+        progress: Progress | None = None,
     ) -> list[Any]:
         """The results of `work` for all batches, one JSON value an item, in order. Batches that an earlier process
-        finished are read from its journal in the state folder. `show` gives the metrics in the progress line."""
+        finished are read from its journal in the state folder. `show` gives the metrics in the progress line.
+        `progress`: of a longer loop, of which these items are the next rounds."""
         journal = Journal(self.state_dir / f"{name}.journal", self.log)
         done = [value for piece in journal.pieces for value in piece]
         if done:
             self.log(f"{name}: continues after {unit} {len(done)}")
-        progress = self.progress(sum(map(len, batches)), unit)
+        if progress is None:
+            progress = self.progress(sum(map(len, batches)), unit, len(done))
+        else:
+            progress.unit = unit
+            progress.skip(len(done))
+        before = progress.done - len(done)
         with self.interrupts.deferred():
             for batch in batches[len(journal.pieces) :]:
                 journal.append(work(batch))
                 done += journal.pieces[-1]
-                progress.update(len(done), **show(done))
+                progress.update(before + len(done), **show(done))
                 self.interrupts.leave()
         return done
 

@@ -29,7 +29,9 @@ def comparisons(
         return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
 
     rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
-    kept, too_long = fitting(stage, f"{PREFERENCES}, split {split}", rows, encode, limit)
+    kept, too_long = fitting(
+        stage, f"{PREFERENCES}, split {split}", rows, encode, limit, key=f"{stage.name}.max_tokens"
+    )
     if not kept:
         raise UserError(f"{PREFERENCES}: no {split} pair is left; training and validation pairs are needed")
     grouped: dict[str, Comparison] = {}

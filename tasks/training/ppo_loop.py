@@ -1,6 +1,7 @@
 """PPO's loop inside a stage, for `ppo` and its variants: models and prompts in, a trained policy and the record of
 the run out; resumable, checked by the detectors, logged to MLflow."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -23,7 +24,7 @@ from rlhf_core.models.sharding import divide
 from rlhf_core.ppo import snapshots
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.health import Alert, Monitor
-from rlhf_core.ppo.plan import WATCHED
+from rlhf_core.ppo.plan import WATCHED, StepPlan
 from rlhf_core.ppo.scoring import RewardSource, reference_scores
 from rlhf_core.ppo.trainer import OutOfMemory, PPOTrainer
 from rlhf_core.training import state as checkpoint
@@ -31,6 +32,7 @@ from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl
 from tasks.stage import long_rows
+from tasks.stage.long_rows import warn_of_cut_answers
 from tasks.stage.progress import Progress
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -46,6 +48,8 @@ READ = 20
 """Held-out prompts that are answered along the run, and at every alert."""
 SCHEDULE = "schedule"
 """The reason of samples by `sample_every`."""
+POLICY_TRAINED = 1.5
+"""Time of an update of policy and critic, over that of the critic alone, which reads the policy without training it."""
 EDGE = 5
 """Steps over which the first and last values of the metrics are averaged."""
 
@@ -79,6 +83,8 @@ def build(
         in_batches=partial(stage.resumed, journal, unit="reference answer"),
         precision=precision,
     )
+    cut = [length >= config.max_new_tokens for length in known.lengths]
+    warn_of_cut_answers(stage, tokenizer, begin.reference, cut, config.max_new_tokens, "ppo.max_new_tokens")
     models = ActorCritic(
         config,
         body or load(stage.root / begin.start, frozen=body_type),
@@ -138,11 +144,12 @@ def train(stage: Stage[Any], trainer: PPOTrainer, watched: list[Row]) -> Record:
         stop_at_alert(stage, record)
     else:
         record.samples += answers(trainer, watched, [SCHEDULE])
-    saved, progress = trainer.steps_done, stage.progress(trainer.config.steps)
+    saved, progress = trainer.steps_done, stage.progress(trainer.config.steps, done=trainer.steps_done)
+    took: list[Took] = []
     with stage.interrupts.deferred():
         while trainer.steps_done < trainer.config.steps:
             try:
-                step(stage, trainer, record, watched, progress)
+                step(stage, trainer, record, watched, progress, took)
             except OutOfMemory as error:
                 raise UserError(
                     f"{error}, and the stage starts again; with the same parameters, when there is more memory, the "
@@ -181,15 +188,54 @@ def snapshots_are_whole(stage: Stage[Any], trainer: PPOTrainer, steps: int) -> b
     return not missing
 
 
-def step(stage: Stage[Any], trainer: PPOTrainer, record: Record, watched: list[Row], progress: Progress) -> None:
-    """One step, logged: its row, new alerts, and samples where they are due."""
+@dataclass(frozen=True)
+class Took:
+    """The time of a step of this process."""
+
+    plan: StepPlan
+    seconds: float
+    """With what is done between this step and the last."""
+    update: float
+    """The part of its updates."""
+
+
+def seconds_left(config: PPOConfig, took: Sequence[Took]) -> float:
+    """Of the steps after the last one of `took`: the mean of steps with the same plan, without the first of all, which
+    is slow. Before there is one, the last step's time with as much more for its updates as they are more: in the
+    critic's warm-up the policy is read, and not trained."""
+    known = took[1:] or took
+    last, total = known[-1], 0.0
+
+    def weight(plan: StepPlan) -> float:
+        return plan.epochs * (POLICY_TRAINED if plan.trains_policy else 1.0)
+
+    for number in range(took[-1].plan.step + 1, config.steps):
+        plan = StepPlan.of(config, number)
+        alike = [one.seconds for one in known if weight(one.plan) == weight(plan)]
+        more = last.update * (weight(plan) / weight(last.plan) - 1.0)
+        total += sum(alike) / len(alike) if alike else last.seconds + more
+    return total
+
+
+def step(
+    stage: Stage[Any],
+    trainer: PPOTrainer,
+    record: Record,
+    watched: list[Row],
+    progress: Progress,
+    took: list[Took],
+) -> None:
+    """One step, logged: its row, new alerts, and samples where they are due. Its time is added to `took`."""
+    plan = StepPlan.of(trainer.config, trainer.steps_done)
     row = trainer.step()
     done = trainer.steps_done
     record.history.append(row)
     if trainer.writes and snapshot_is_due(trainer.config, done):
         snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
     track(stage, trainer, row)
-    progress.update(done, **{"score": row["score"], "gold": row["gold"], "kl": row["kl"], "entropy": row["entropy"]})
+    took.append(Took(plan, time.monotonic() - progress.last_update, trainer.seconds["update"]))
+    shown = {name: row[name] for name in ("score", "gold", "kl", "entropy")}
+    progress.update(done, seconds_left(trainer.config, took), **shown)
     if not row["optimizer_steps"] and not row["stopped_early"]:
         progress.note(f"step {done}: no update: every answer is of a group with equal scores, or was cut off")
     for name in row:

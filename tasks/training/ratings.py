@@ -35,9 +35,13 @@ def rated_comparisons(
         return ids, len(ids)
 
     rows = [row for row in stage.read(RATINGS) if row["split"] == split]
-    kept, too_long = fitting(stage, f"{RATINGS}, split {split}", rows, encode, limit)
+    kept, too_long = fitting(stage, f"{RATINGS}, split {split}", rows, encode, limit, key="reward.max_tokens")
     groups = (kept[start : start + GROUP] for start in range(0, len(kept), GROUP))
-    found = [Comparison([], [ids for _, ids in group], pairs) for group in groups if (pairs := _ordered(group))]
+    found = [
+        Comparison([], [ids for _, ids in group], pairs, ratings=[float(row["rating"]) for row, _ in group])
+        for group in groups
+        if (pairs := _ordered(group))
+    ]
     if not found:
         raise UserError(f"{RATINGS}: no two neighbouring {split} ratings differ; add rows with other ratings")
     return found, too_long

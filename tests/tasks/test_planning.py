@@ -17,14 +17,12 @@ from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_classifier
 from rlhf_core.planning import Model
 from tasks import planning
-from tasks.evaluation.ceiling import POLICY_SAMPLES, SFT_SAMPLES
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
 from tasks.params.variant import merged
 from tasks.planning import (
     ANY_GPU,
     DATASETS,
-    FOR_OPTIMUM,
     Work,
     changes_of,
     disk_of,
@@ -165,7 +163,7 @@ def test_samples_of_evaluate() -> None:
     model and policy answer six more times for the optimum."""
     change = {
         "ppo": {"steps": 4, "snapshot_every": 2},
-        "evaluate": {"seeds": [1, 2], "interpolation": [0.5], "snapshots": 5, "max_prompts": 10},
+        "evaluate": {"seeds": [1, 2], "interpolation": [0.5], "snapshots": 5, "optimum_samples": 8, "max_prompts": 10},
         "rejection_sft": {"enabled": True}, "rloo": {"enabled": True},
         **{name: {"enabled": False} for name in ("dpo", "ipo", "best_of_n", "hybrid", "reinforce", "grpo")},
     }  # fmt: skip
@@ -175,10 +173,6 @@ def test_samples_of_evaluate() -> None:
     scorers = found.reward.members + (found.reward.judge_share > 0)
     assert last.name == "evaluate"
     assert last.work == Work(samples, samples * new, samples * (8 + new) * (2 + scorers))
-
-
-def test_answers_for_the_optimum_are_those_of_evaluate() -> None:
-    assert FOR_OPTIMUM == SFT_SAMPLES == POLICY_SAMPLES
 
 
 def test_the_reward_model_reads_every_answer_once() -> None:

@@ -181,5 +181,7 @@ def test_the_snapshots_of_the_frontier_are_spread_over_the_root_of_kl() -> None:
     assert chosen_snapshots(kls, selected, 5) == [2, 4, 6, 14, 16]
     assert chosen_snapshots(kls, selected, 2) == [2, 14, 16], "named snapshots are always kept"
     assert chosen_snapshots(kls, selected, 100) == list(kls)
+    assert chosen_snapshots(kls, {**selected, "eta": 1}, 0) == [selected["step"]], "the policy has been sampled"
+    assert chosen_snapshots(kls, {**selected, "eta": 0.5}, 0) == []
     unknown = {"step": 16, "best_judge_step": None, "best_proxy_step": None}
     assert chosen_snapshots(dict.fromkeys(kls), unknown, 3) == [2, 8, 16], "without KLs, over the steps"

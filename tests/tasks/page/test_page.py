@@ -123,6 +123,23 @@ def test_a_note_says_when_the_figures_mean_little(
     assert ("The figures of this run mean little: " in text) == bool(said)
 
 
+def test_a_reward_model_that_a_baseline_beats_is_named_in_the_verdict(make_run: MakeRun) -> None:
+    run = evaluated(make_run(), prompts=100)
+    reward = run.metrics["reward"] | {"heldout_accuracy": 0.6, **bounds("heldout_accuracy", [0.55, 0.65])}
+    reward |= {"length_accuracy": 0.55, "ahead_of_length": 0.05, **bounds("ahead_of_length", [0.01, 0.09])}
+    reward |= {"words_accuracy": 0.62, "ahead_of_words": -0.02, **bounds("ahead_of_words", [-0.06, 0.02])}
+    text = Document(build(replace(run, metrics=run.metrics | {"reward": reward}))).text
+    assert (
+        "The figures of this run mean little: the reward model is not shown to be better than a bag of words, 60.0% of "
+        "the held-out pairs against 62.0%, "
+    ) in text
+    assert (
+        "trained by a reward model that is not shown to be better than a bag of words, on 100 held-out prompts" in text
+    )
+    better = reward | bounds("ahead_of_words", [0.001, 0.02])
+    assert "bag of words, 6" not in Document(build(replace(run, metrics=run.metrics | {"reward": better}))).text
+
+
 def test_a_judging_reward_model_no_better_than_chance_is_named_where_it_judges(make_run: MakeRun) -> None:
     run = make_run(judge=False)
     weak = run.metrics["reward"] | {"judge_accuracy": 0.52, **bounds("judge_accuracy", [0.4, 0.64])}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tasks.stage.progress import Progress, is_progress
+from tasks.stage.progress import Progress, Watch, is_progress
 
 
 class Clock:
@@ -107,3 +107,90 @@ def test_a_note_stays(
     reporter.update(2)
     printed = capsys.readouterr().out
     assert "\r\033[K[7/9 ppo] ALERT\n\r" in printed if terminal else "\n[7/9 ppo] ALERT\n[7/9 ppo] step 2" in printed
+
+
+class Watched:
+    """A stage's `Watch` under a clock, and what it warned of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock, self.warned = Clock(), list[str]()
+        self.clock.now = 100.0
+        monkeypatch.setattr("tasks.stage.progress.time.monotonic", self.clock)
+        monkeypatch.setattr("sys.stdout.isatty", lambda: False, raising=False)
+        self.watch = Watch("[7/9 ppo]", 5.0, self.warned.append)
+
+    def go(self, seconds: float, work: str, done: float, total: int, tokens: int = 0) -> None:
+        self.clock.now += seconds
+        self.watch(work, done, total, tokens)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(monkeypatch)
+
+
+def test_work_outside_a_loop_is_shown_from_the_first_second(
+    watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched.go(0, "loading models/sft", 0, 1)
+    for row in range(1, 13):
+        watched.go(1, "encoding", row, 12)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["[7/9 ppo] loading models/sft", "[7/9 ppo] encoding 5/12", "[7/9 ppo] encoding 10/12  2 s left"]
+    assert all(map(is_progress, lines))
+
+
+def test_a_step_of_minutes_shows_its_phase(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the time left that the loop has estimated."""
+    loop = watched.watch.begin(10, "step")
+    watched.go(6, "sampling", 16.5, 64)
+    watched.clock.now += 54
+    loop.update(1, left=540.0, kl=0.5)
+    watched.go(60, "updating", 3, 8)
+    assert capsys.readouterr().out.splitlines() == [
+        "[7/9 ppo] step 0/10  sampling 16/64",
+        "[7/9 ppo] step 1/10  kl 0.5  9 min 00 s left",
+        "[7/9 ppo] step 1/10  kl 0.5  updating 3/8  8 min 00 s left",
+    ]
+
+
+def test_parts_of_a_step_move_its_time_left(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    """A training of 4 steps of 40 seconds: after a quarter of the first, 150 of 160 seconds are left."""
+    watched.watch.begin(4, "step")
+    for part in (0.0, 0.25, 0.5):
+        watched.go(10, "step", part, 4)
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "[7/9 ppo] step 0/4  2 min 30 s left",
+        "[7/9 ppo] step 0/4  2 min 20 s left",
+    ]
+
+
+def test_answers_of_all_models_are_one_count(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second model's are known from an earlier process, which took no time."""
+    loop = watched.watch.begin(300, "answer")
+    loop.unit = "sft answer"
+    for row in (0, 50):
+        watched.go(50, "sampling", row, 100)
+    loop.update(100)
+    loop.skip(100)
+    loop.unit = "dpo answer"
+    for row in (0, 50):
+        watched.go(50, "sampling", row, 100)
+    assert capsys.readouterr().out.splitlines() == [
+        "[7/9 ppo] sft answer 0/300",
+        "[7/9 ppo] sft answer 50/300  4 min 10 s left",
+        "[7/9 ppo] dpo answer 200/300",
+        "[7/9 ppo] dpo answer 250/300  50 s left",
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "warnings"), [(2000, 0), (90, 1)])
+def test_a_slow_sampler_is_warned_of_once(watched: Watched, tokens: int, warnings: int) -> None:
+    """By the seconds of sampling alone: the hour before it is other work."""
+    watched.watch = Watch("[7/9 ppo]", 5.0, lambda text: watched.warned.append(text) if not watched.warned else None)
+    watched.watch.begin(64, "reference answer")
+    watched.go(3600, "scoring", 1, 2)
+    for row in range(12):
+        watched.go(1, "sampling", row, 64, tokens)
+    assert len(watched.warned) == warnings
+    assert all("draws 90 tokens a second; the rest of this loop takes about" in text for text in watched.warned)

@@ -11,11 +11,12 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import save_checkpoint
 from rlhf_core.ppo import scoring
+from rlhf_core.ppo.plan import StepPlan
 from tasks.datasets.jsonl import Row
 from tasks.params.round import RoundParams
 from tasks.training import ppo_loop
 from tasks.training.ppo_inputs import Beginning, beginning
-from tasks.training.ppo_loop import READ, build, drawn
+from tasks.training.ppo_loop import READ, Took, build, drawn, seconds_left
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
@@ -169,3 +170,16 @@ def test_out_of_memory_says_at_which_step_the_run_continues(
     assert str(error.value).endswith("the run continues at step 3")
     again, watched, _ = build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))
     assert [row["step"] for row in ppo_loop.train(stage, again, watched).history] == [1, 2, 3, 4]
+
+
+def test_the_time_left_knows_that_warm_up_steps_are_cheaper() -> None:
+    """Two steps of the critic alone, of which the first is slow; an update with the policy takes half as long again."""
+    config = PPOConfig(steps=5, critic={"warmup_steps": 2})  # type: ignore[arg-type]
+    plans = [StepPlan.of(config, step) for step in range(5)]
+    took = [Took(plans[0], 90.0, 40.0)]
+    assert seconds_left(config, took) == 90 + 3 * (90 + 20)
+    took.append(Took(plans[1], 60.0, 40.0))
+    assert seconds_left(config, took) == 3 * (60 + 20), "the slow first step does not count"
+    took.append(Took(plans[2], 84.0, 64.0))
+    assert seconds_left(config, took) == 2 * 84, "now it is known"
+    assert seconds_left(config, [*took, Took(plans[4], 84.0, 64.0)]) == 0.0

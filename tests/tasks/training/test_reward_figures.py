@@ -11,8 +11,9 @@ from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.evaluation.intervals import clustered_interval
 from rlhf_core.reward import Comparison, PairScores, pair_batch
 from tasks.page.inputs import interval
+from tasks.summary import not_better_than
 from tasks.training import reward_figures
-from tasks.training.reward_figures import figures_of, gold_margins
+from tasks.training.reward_figures import baseline_figures, figures_of, gold_margins
 
 SCORES = PairScores(chosen=torch.tensor([2.0, 1.0, 0.0, 3.0]), rejected=torch.tensor([1.0, 3.0, 0.0, 0.0]))
 """Pairs of three prompts (1, 2 and 1): right, wrong, undecided, right."""
@@ -89,3 +90,45 @@ def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.Monkey
     batch, chosen, _ = pair_batch(pairs, pad_id=0)
     assert batch.input_ids[chosen, -1].tolist() == [3, 2, 5]
     assert gold_margins(rows, tokenizer, pairs, NumberJudge()).tolist() == [20.0, -10.0, -4.0]
+
+
+class Letters:
+    """A tokenizer of tests: each id is a letter."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(chr(token) for token in ids)
+
+
+def test_baselines_on_the_same_pairs() -> None:
+    """The shorter answer wins in training and held-out pairs, and is the one with the word `a`; the third held-out pair
+    has neither. The model of `SCORES` has 2.5 of 4."""
+    a, b, c = ord("a"), ord("b"), ord("c")
+    training = [Comparison([], [[a], [b, b]], [(0, 1)])] * 3
+    heldout = [
+        Comparison([], [[a], [b, c]], [(0, 1)]),
+        Comparison([], [[a, a], [b], [c]], [(0, 1), (2, 1)]),
+        Comparison([], [[a], [b, b]], [(0, 1)]),
+    ]
+    metrics = baseline_figures(Letters(), training, heldout, SCORES, seed=1)  # type: ignore[arg-type]
+    assert metrics["length_accuracy"] == (0 + 1 + 0.5 + 0) / 4
+    assert metrics["words_accuracy"] == 1.0, "c has no weight and b a negative one"
+    assert metrics["ahead_of_length"] == 0.625 - 0.375
+    assert metrics["ahead_of_words"] == -0.375
+    assert interval(metrics, "ahead_of_words") == clustered_interval([0, -1, -0.5, 0], [0, 1, 1, 2], 2000, 1)
+    assert "reward_rating_pearson" not in metrics
+    assert not_better_than(metrics | {"heldout_accuracy_low": 0.6}) == "a bag of words"
+    assert not_better_than({"heldout_accuracy_low": 0.5}) == "chance"
+    assert not_better_than({"heldout_accuracy_low": 0.6}) is not_better_than({}) is None
+
+
+def test_correlations_with_ratings() -> None:
+    """Four answers: the scores have the order of the ratings, the lengths the opposite one."""
+    answers = [[97] * length for length in (4, 3, 2, 1)]
+    heldout = [Comparison([], answers, [(3, 0), (2, 1), (3, 2)], ratings=[1.0, 2.0, 3.0, 4.0])]
+    scores = PairScores(chosen=torch.tensor([9.0, 2.0, 9.0]), rejected=torch.tensor([0.0, 1.0, 2.0]))
+    metrics = baseline_figures(Letters(), heldout, heldout, scores, seed=1)  # type: ignore[arg-type]
+    assert metrics["reward_rating_spearman"] == pytest.approx(1.0)
+    assert metrics["reward_rating_pearson"] == pytest.approx(np.corrcoef([0, 1, 2, 9], [1, 2, 3, 4])[0, 1])
+    assert metrics["length_rating_spearman"] == pytest.approx(-1.0)
+    low, high = interval(metrics, "reward_rating_pearson")  # type: ignore[misc]
+    assert low <= metrics["reward_rating_pearson"] <= high
