@@ -24,6 +24,8 @@ def execute(stage: Stage[SFTConfig]) -> None:
     if not stage.params.enabled:
         use_base(stage)
         return
+    if not stage.read(DEMONSTRATIONS):
+        raise UserError(f"{DEMONSTRATIONS}: empty data set, and SFT imitates its answers; run `dvc repro ingest`")
     run_ = training_run(stage, shown=["loss"])
     tokenizer = load_tokenizer(stage.root / "models/base", trust_remote_code=trusts(stage))
     model = load_causal_lm(
@@ -81,4 +83,5 @@ def use_base(stage: Stage[SFTConfig]) -> None:
         files.link(path.resolve(), place)
     stage.out(PLOT).write_text(",".join(["step", *LOGGED.values()]) + "\n", encoding="utf-8")
     stage.write_metrics({"enabled": False})
+    stage.tag("leash.sft", "the base model")
     stage.log("sft.enabled is false: models/sft is models/base")

@@ -148,7 +148,7 @@ def break_row_17(text: str) -> str:
         (break_row_17, "demonstrations.jsonl, row 17: broken JSON"),
         (lambda text: text.replace('"response"', '"reply"'), "response: missing column (180 rows: 1, 2, 3, 4, 5, …)"),
         (lambda text: text.replace('"response"', '"reply"', 1), "response: missing column (1 row: 1)"),
-        (lambda text: "", "demonstrations.jsonl: empty data set; at least one row is needed"),
+        (lambda text: "", "demonstrations.jsonl: empty data set, and SFT imitates its answers"),
         (lambda text: text.replace('"user"', '"assistant"'), "prompt: must be a conversation of non-empty turns"),
     ],
     ids=["broken JSON", "missing column", "missing in one row", "empty", "no user"],

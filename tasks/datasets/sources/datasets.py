@@ -103,8 +103,8 @@ def assemble(divided: Divided) -> dict[str, Iterator[Row]]:
 
 def rows_by_use(divided: Divided, rewarded: bool = True) -> Counter[tuple[Kind, str]]:
     """How many rows of each kind have each of `USES`, or are `REPEATED` or used `ELSEWHERE`. Every example counts once;
-    where prompts are shared, under each of its uses, and once under one of `PARTS` or why it has no use. `rewarded`:
-    whether there is a reward model; shared prompts then do not count as its."""
+    where prompts are shared, under each of its uses, and once under one of `PARTS` or why it has no use; without a
+    reward model (`rewarded`) they do not count as its."""
     has_pairs = any(example.kind == "pair" for example in divided.shares["preferences"])
     shared = divided.assignment.shared
     found = Counter((e.kind, f"reward_{divided.assignment.split(e)}") for e in divided.labels)
@@ -112,7 +112,7 @@ def rows_by_use(divided: Divided, rewarded: bool = True) -> Counter[tuple[Kind, 
         found += Counter(
             (e.kind, "training" if divided.assignment.split(e) == "train" else "validation") for e in divided.labels
         )
-    uses: dict[int, tuple[Example, set[str]]] = {}
+    uses: dict[int, tuple[Example, set[str]]] = {}  # of shared prompts, by the example's identity
     for share, members in divided.shares.items():
         for _, same_prompt in groupby(members, key=attrgetter("prompt_id")):
             seen: set[str | None] = set()
@@ -126,11 +126,13 @@ def rows_by_use(divided: Divided, rewarded: bool = True) -> Counter[tuple[Kind, 
                 else:
                     found[example.kind, use] += 1
     for example, of_one in uses.values():
-        validates = bool(of_one & {"sft_validation", "reward_validation"})
-        served = [use for use in of_one if use in USES and (rewarded or not use.startswith("reward_"))]
-        part = "heldout" if "heldout" in of_one else "validation" if validates else "training" if served else ""
-        reason = next((why for why in (TOO_LOW, REPEATED) if why in of_one), ELSEWHERE)
-        found.update((example.kind, use) for use in [*(use for use in served if use not in PARTS), part or reason])
+        served = of_one.intersection(USES)
+        validates = any(use.endswith("_validation") for use in served)  # without a reward model for `select`
+        if not rewarded:
+            served -= {"reward_train", "reward_validation"}
+        reason = TOO_LOW if TOO_LOW in of_one else REPEATED if REPEATED in of_one else ELSEWHERE
+        part = "validation" if validates else "training" if served else reason
+        found.update((example.kind, use) for use in (served if "heldout" in served else served | {part}))
     return found
 
 

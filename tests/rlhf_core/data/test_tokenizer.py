@@ -23,6 +23,7 @@ from rlhf_core.data.tokenizer import (
     decode_response,
     encode_prompt,
     encode_response,
+    encode_turns,
     load_tokenizer,
     require_usable,
     settle,
@@ -34,6 +35,12 @@ from tests.architectures import kinds
 
 TEXTS = ["Eat oats with yogurt.", "Boiled eggs release sugar slowly.", "What shall I eat for breakfast?"]
 PROMPT: Conversation = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What shall I eat?"}]
+
+TALK: Conversation = [
+    {"role": "user", "content": "What is tea?"},
+    {"role": "assistant", "content": "A drink."},
+    {"role": "user", "content": "And oats?"},
+]
 
 
 def train(texts: list[str] = TEXTS) -> PreTrainedTokenizerFast:
@@ -557,3 +564,23 @@ def test_an_answer_has_one_form_on_the_way_in_and_out() -> None:
     for tokenizer, continues in ((TRAINED, False), (texts, True)):
         decoded = decode_response(tokenizer, encode_response(tokenizer, " Eat.\n"))
         assert decoded == answer_text(" Eat.\n", continues)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gemma", "qwen2", "gpt2", "opt"])
+def test_all_answers_of_a_conversation_are_cut_out_with_their_ends(kind: str) -> None:
+    tokenizer, _ = complete(kinds.KINDS[kind](), "<|pad|>")
+    prompt, response, counted = encode_turns(tokenizer, TALK, "A grain.")
+    assert prompt == encode_prompt(tokenizer, TALK[:1])
+    assert [*prompt, *response] == encode_prompt(tokenizer, TALK) + encode_response(tokenizer, "A grain.")
+    answers = [token for token, imitated in zip(response, counted, strict=True) if imitated]
+    assert answers == encode_response(tokenizer, "A drink.") + encode_response(tokenizer, "A grain.")
+    alone = encode_turns(tokenizer, TALK[:1], "A drink.")
+    assert alone[:2] == (prompt, encode_response(tokenizer, "A drink."))
+    assert all(alone[2])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_earlier_answers_that_the_template_writes_otherwise_are_refused(kind: str) -> None:
+    tokenizer, _ = complete(kinds.KINDS[kind](), "<|pad|>")
+    with pytest.raises(UserError, match=r"sft\.turns is all, and the chat template does not write turn 2, an answer"):
+        encode_turns(tokenizer, TALK, "A grain.")

@@ -618,6 +618,11 @@ def scored_by(run: Run, *terms: str) -> Run:
     return replace(run, metrics=run.metrics | off | {"evaluate": evaluation}, curves=run.curves | curves)
 
 
+def test_without_sft_the_base_model_is_called_so() -> None:
+    assert label("sft", {"sft": {"recipe": "base"}}) == "SFT (the base model)"
+    assert label("sft", {"sft": {"recipe": None}}) == label("sft") == "SFT"
+
+
 def test_a_score_of_functions_is_named_and_its_terms_have_columns(make_run: MakeRun) -> None:
     run = scored_by(make_run(judge=False), "exact.py", "short.py")
     assert (run.is_judged, run.score, run.has_reward_model) == (False, "reward", False)

@@ -54,6 +54,7 @@ NULLABLE_HERE |= {("kl", "data/evaluate/answers.jsonl")}
 NUMBERS = {"kl", "rating", "reward", "mean_reward", "reward_sft", "reward_policy"} | {"gold", "gold_sft", "gold_policy"}
 MAY_BE_EMPTY = {"data/ingest/pairs.jsonl", "data/best_of_n/samples.jsonl", "data/rejection_sft/samples.jsonl"}
 MAY_BE_EMPTY |= {"data/ingest/ratings.jsonl", "data/preferences/preferences.jsonl", "data/preferences/samples.jsonl"}
+MAY_BE_EMPTY |= {"data/ingest/demonstrations.jsonl"}
 
 
 def rows_for(path, count=3):

@@ -11,7 +11,7 @@ import pytest
 from dvc.repo import Repo
 
 from flows.commands.compare.compare import compare
-from flows.commands.compare.sources import Compared, find
+from flows.commands.compare.sources import Compared, comparable, find
 from rlhf_core.errors import UserError
 from tasks.naming import experiment_name
 from tasks.page.comparison_table import COLUMNS, label
@@ -430,3 +430,9 @@ def test_two_runs_fit_on_a_screen(project: Path, tmp_path: Path, monkeypatch: py
     _, whole = compare(project, [".", str(other)], [], everything=True)
     assert "--all" not in whole
     assert len(whole.splitlines()) > 100
+
+
+def test_sft_that_is_off_is_a_difference_and_a_method_that_is_off_is_none() -> None:
+    found = comparable({"sft.enabled": "false", "dpo.enabled": "false"})
+    assert found["sft.enabled"] == "false"
+    assert "dpo.enabled" not in found
