@@ -1,5 +1,6 @@
 """Models as scorers: the run's reward model, which reads token ids, and models from elsewhere, which read text."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
@@ -100,7 +101,7 @@ class TextScorer:
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scored:
-        """One number for each answer. Raises UserError as `encode`."""
+        """One number for each answer. Raises UserError for a score that is NaN or infinite, and as `encode`."""
         rows = [self.encode(*one) for one in zip(answers.prompts, answers.texts, strict=True)]
         lengths = [len(row["input_ids"]) for row in rows]
         device, found = self.model.device, dict[int, float]()
@@ -111,6 +112,11 @@ class TextScorer:
             with torch.autocast(device.type, enabled=False):  # its precision is its own
                 logits = self.model(**batch).logits
             found |= zip(places, self._scores(logits.float()).tolist(), strict=True)
+        if bad := [score for score in found.values() if not math.isfinite(score)]:
+            raise UserError(
+                f"{self.name}: scores {len(bad)} of {len(rows)} answers with {bad[0]}; set precision: float32, or use "
+                "another model"
+            )
         return Scored([found[i] for i in range(len(rows))])
 
     def encode(self, prompt: Conversation, answer: str) -> dict[str, list[int]]:

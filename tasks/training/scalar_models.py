@@ -67,6 +67,7 @@ class ScalarModels:
         run. Its outputs are computed in float32."""
         device, frozen = default_device(), precision or self.precision
         model = load_classifier(folder, **self._where(frozen) | {"device": device})
+        model.config.use_cache = False  # of keys and values, which nothing reads again
         if (layer := last_layer(model)) is not None:
             keep_float32(layer)
         return place(model, device)

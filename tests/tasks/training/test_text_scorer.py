@@ -154,3 +154,10 @@ def test_a_model_from_elsewhere_has_a_precision_of_its_own(tmp_path: Path) -> No
     found = rounded(GIVEN).total
     assert found == pytest.approx(exact(GIVEN).total, abs=0.2)
     assert any(torch.tensor(score).bfloat16().item() != score for score in found)
+
+
+def test_a_score_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    scorer = foreign(save_reward_model(tmp_path / "models/judges/rm"))
+    torch.nn.init.constant_(scorer.model.score.weight, math.nan)
+    with pytest.raises(UserError, match="rm: scores 4 of 4 answers with nan; set precision: float32"):
+        scorer(GIVEN)
