@@ -46,11 +46,11 @@ def reference_logprobs(model: PreTrainedModel, comparisons: Sequence[Comparison]
     """log π of every response of every comparison, in nats, under the model as it is now."""
     found = []
     for start in range(0, len(comparisons), PROMPTS):
+        report("reading", start, len(comparisons))
         part = comparisons[start : start + PROMPTS]
         batch, _, _ = pair_batch(part, pad_id, model.device)
         flat = iter(in_passes(partial(response_logprobs, model), batch).tolist())
         found += [[next(flat) for _ in c.responses] for c in part]
-        report("reading", len(found), len(comparisons))
     return found
 
 

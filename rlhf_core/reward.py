@@ -151,8 +151,8 @@ def score_pairs(model: PreTrainedModel, comparisons: Sequence[Comparison], pad_i
     """The model's scores of all pairs, in the order of the comparisons; `batch_size` prompts are read at a time."""
     sides = []
     for start in range(0, len(comparisons), batch_size):
+        report("scoring", start, len(comparisons))
         batch, chosen, rejected = pair_batch(comparisons[start : start + batch_size], pad_id, model.device)
         scores = in_passes(partial(sequence_scores, model), batch)
         sides.append(torch.stack([scores[chosen], scores[rejected]]).cpu())
-        report("scoring", min(start + batch_size, len(comparisons)), len(comparisons))
     return PairScores(*torch.cat(sides, dim=1))

@@ -147,10 +147,10 @@ def map_batches(
     tokens = min(tokens_per_pass(device), most_tokens or tokens_per_pass(device))
     found: dict[int, Result] = {}
     for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens):
+        report("reading", len(found), len(lengths))
         some = None if counted is None else [counted[i] for i in rows]
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device, some)
         found |= zip(rows, read(batch), strict=True)
-        report("reading", len(found), len(lengths))
     return [found[i] for i in range(len(lengths))]
 
 

@@ -57,10 +57,10 @@ def is_exact(forward: object) -> bool:
 
 
 def float32_weight(layer: torch.nn.Linear) -> Float[Tensor, "out in"]:
-    """The layer's weight in float32. The copy of a frozen one is kept in the layer until the weight changes: at every
-    decoded token a cast of a large head takes longer than the rest of the model."""
+    """The layer's weight in float32. Where no gradient is recorded, the copy of one in bfloat16 is kept in the layer
+    until the weight changes: at every decoded token a cast of a large head takes longer than the rest of the model."""
     weight = layer.weight
-    if weight.dtype != torch.bfloat16 or weight.requires_grad:
+    if weight.dtype != torch.bfloat16 or (weight.requires_grad and torch.is_grad_enabled()):
         return weight.float()
     state = weight.data_ptr(), weight._version, weight.device
     kept = vars(layer).get(KEPT)

@@ -123,7 +123,7 @@ class Watch:
             if self.own is None or (self.own.unit, self.own.total) != (work, total) or done < self.own.done:
                 shown = max((one.last_print for one in (self.own, loop) if one), default=0.0)
                 self.own = Progress(self.label, total, work, self.seconds)
-                self.own.last_print = shown
+                self.own.last_print = shown - self.seconds + min(self.seconds, 1.0)  # new work is shown after a second
             loop = self.own
             loop.done = int(done)
         loop.within(work, done, total)

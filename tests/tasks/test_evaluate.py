@@ -18,6 +18,7 @@ from tasks.evaluate import candidate_models
 from tasks.evaluation.evaluator import ScoredAnswers, load_candidate
 from tasks.evaluation.outputs import costs
 from tasks.evaluation.results import pick
+from tasks.params.evaluate import EvaluateParams
 from tests.tasks.conftest import TINY
 
 if TYPE_CHECKING:
@@ -131,6 +132,29 @@ def test_a_users_models_and_prompts_join_and_a_model_may_judge(finished: "Projec
     assert (models["foreign"]["kl"], models["foreign"]["heldout_loss"]) == (None, None)
     assert (models["foreign"]["kl"], models["foreign"]["optimum_share"]) == (None, None)
     assert stage_main(finished, "report").code == 0
+
+
+def test_by_default_every_model_answers_once(finished: "Project", stage_main: Main) -> None:
+    """No snapshots, interpolated policies or optimum; the report of such an evaluation says what was not measured. The
+    progress counts the answers of all models together."""
+    for name, value in {"seeds": [1], "snapshots": 0, "interpolation": [], "optimum_samples": 0}.items():
+        finished.set(f"evaluate.{name}", value)
+        assert EvaluateParams.model_fields[name].get_default(call_default_factory=True) == value
+    ended = stage_main(finished, "evaluate")
+    assert ended.code == 0
+    metrics = finished.json("metrics/evaluate.json")
+    assert metrics["optimum"] == []
+    assert metrics["models"]["policy"]["optimum_share"] is metrics["models"]["policy"]["gold_spread"] is None
+    lines = (finished.root / "plots/frontier.csv").read_text(encoding="utf-8").splitlines()[1:]
+    policy = finished.json("metrics/select.json")["step"]
+    families = [("sft", "0"), ("rejection_sft", "0"), ("dpo", "0"), ("rloo", "0"), ("ppo", str(policy))]
+    assert sorted(tuple(line.split(",")[:2]) for line in lines if "best_of_n" not in line) == sorted(families)
+    assert set(metrics["frontier"]) == set(FAMILY) - {"sft", "policy"}
+    assert f"answer {5 * 40}/{5 * 40}  done in" in ended.stdout
+    assert stage_main(finished, "report").code == 0
+    page = (finished.root / "report/index.html").read_text(encoding="utf-8")
+    assert "the concave majorant (straight in KL) of SFT and the policy" in page
+    assert "Share of the optimum" not in page
 
 
 @pytest.mark.slow

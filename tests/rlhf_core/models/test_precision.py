@@ -104,6 +104,15 @@ def test_the_float32_copy_of_a_frozen_head_is_kept_until_its_weight_changes(buil
     assert float32_weight(head).data_ptr() == head.weight.data_ptr()
 
 
+def test_the_copy_of_a_head_with_a_gradient_is_kept_while_none_is_recorded(build_lm: Build) -> None:
+    """A model below adapters, which samples before it is trained."""
+    head = build_lm().bfloat16().requires_grad_(True).get_output_embeddings()
+    with torch.no_grad():
+        kept = float32_weight(head)
+        assert float32_weight(head) is kept
+    assert float32_weight(head).requires_grad
+
+
 @torch.no_grad()
 def test_short_sequences_attend_in_float32_under_autocast(kind: str, build_lm: Build) -> None:
     """Packed hidden states under autocast are those of float32 up to the rounding of the products."""

@@ -1,10 +1,14 @@
 """Progress: a line a few seconds without a terminal, one rewritten line with one, and a true time left."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tasks.stage.progress import Progress, Watch, is_progress
+
+if TYPE_CHECKING:
+    from tasks.stage.stage import Stage
 
 
 class Clock:
@@ -136,7 +140,12 @@ def test_work_outside_a_loop_is_shown_from_the_first_second(
     for row in range(1, 13):
         watched.go(1, "encoding", row, 12)
     lines = capsys.readouterr().out.splitlines()
-    assert lines == ["[7/9 ppo] loading models/sft", "[7/9 ppo] encoding 5/12", "[7/9 ppo] encoding 10/12  2 s left"]
+    assert lines == [
+        "[7/9 ppo] loading models/sft",
+        "[7/9 ppo] encoding 1/12",
+        "[7/9 ppo] encoding 6/12  6 s left",
+        "[7/9 ppo] encoding 11/12  1 s left",
+    ]
     assert all(map(is_progress, lines))
 
 
@@ -194,3 +203,27 @@ def test_a_slow_sampler_is_warned_of_once(watched: Watched, tokens: int, warning
         watched.go(1, "sampling", row, 64, tokens)
     assert len(watched.warned) == warnings
     assert all("draws 90 tokens a second; the rest of this loop takes about" in text for text in watched.warned)
+
+
+def test_samplers_of_one_count_continue_after_a_kill(
+    make_stage: "Callable[..., Stage[Any]]", capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second process finds the first model's answers and a part of the second one's."""
+
+    def run(names: Sequence[str], end: int) -> None:
+        stage = make_stage("evaluate", None, [])
+        progress = stage.progress(8, "answer")
+        for name in names:
+            batches = [[1, 2], [3, 4]][: end if name == names[-1] else 2]
+            found = stage.resumed(f"answers-{name}", batches, list, unit=f"{name} answer", progress=progress)
+            assert found == [value for batch in batches for value in batch]
+
+    run(["sft", "policy"], 1)
+    capsys.readouterr()
+    run(["sft", "policy"], 2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "[evaluate] answers-sft: continues after sft answer 4",
+        "[evaluate] answers-policy: continues after policy answer 2",
+        "[evaluate] policy answer 8/8  done in 0 s",
+    ]
