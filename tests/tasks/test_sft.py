@@ -92,3 +92,8 @@ def test_a_template_that_changes_earlier_answers_is_refused(
         UserError, match=r"jsonl, row 2: sft\.turns is all, and the chat template does not write turn 2"
     ):
         sft.execute(make_stage("sft", config, OUTS, {sft.DEMONSTRATIONS: rows}))
+
+
+def test_without_demonstrations_sft_is_refused(tmp_path: Path, make_stage: Callable[..., Any]) -> None:
+    with pytest.raises(UserError, match=r"demonstrations\.jsonl: empty data set, and SFT imitates its answers"):
+        sft.execute(make_stage("sft", CONFIG, OUTS, {sft.DEMONSTRATIONS: []}))

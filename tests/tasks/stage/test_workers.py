@@ -78,3 +78,7 @@ def test_the_error_of_a_worker_is_the_error_of_the_stage(way: str, tmp_path: Pat
     lines = [line for line in done.stderr.splitlines() if "Warning" not in line]
     assert (done.returncode, lines) == (2, ["toy: rank 1 is short of memory"])
     assert not list(tmp_path.glob("leash-*"))
+
+
+def test_a_training_that_is_off_needs_one_process() -> None:
+    assert requested_processes({"sft": {"processes": 2, "enabled": False}}, "sft") == 1
