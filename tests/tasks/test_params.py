@@ -174,6 +174,14 @@ REFUSED = [
         "rloo.settings.kl.penalty is fixed by recipe",
     ),
     ("rloo.recipe", "dr_grpo", "rloo.recipe is dr_grpo, which is a recipe of grpo"),
+    ("rloo.recipe", "gdpo", "rloo.recipe is gdpo, which is a recipe of grpo"),
+    ("rloo.settings", {"skip_equal_groups": True}, "rloo.settings.skip_equal_groups is fixed by recipe: published"),
+    (
+        "base.chat_template_kwargs",
+        {"think": False},
+        "base: chat_template_kwargs names think, which no template of Leash",
+    ),
+    ("ppo.max_prompt_tokens", 0, "ppo.max_prompt_tokens: Input should be greater than or equal to 1"),
     ("hybrid", {"enabled": True, "recipe": "ppo_style"}, "hybrid.recipe is ppo_style: hybrid has no recipes"),
     ("rloo.settings", {"clip_ration": 0.1}, "rloo.settings.clip_ration: unknown parameter"),
     ("rloo.settings", {"advantage": "grpo"}, "rloo.settings.advantage is fixed by recipe"),
@@ -491,6 +499,7 @@ def test_the_roles_that_no_token_may_be_are_those_of_the_chat_template() -> None
         ("reinforce", "published", ("reinforce", 1, 1, False, "answer_sums", "reward", "k1")),
         ("grpo", "published", ("grpo", 1, 1, False, "answer_means", "loss", "k3")),
         ("grpo", "dr_grpo", ("dr_grpo", 1, 1, False, "answer_sums", "loss", "k3")),
+        ("grpo", "gdpo", ("gdpo", 1, 1, True, "answer_means", "loss", "k3")),
         ("rloo", "ppo_style", ("rloo", 3, 2, True, "tokens", "reward", "k1")),
     ],
 )
@@ -504,12 +513,12 @@ def test_rule_12_a_method_is_the_published_one_unless_its_recipe_says_otherwise(
 
 
 def test_a_published_method_takes_no_option_of_ppos_update() -> None:
-    options = {"dual_clip": 3.0, "importance_cap": 2.0, "stop_kl": 0.02, "ptx": {"coef": 0.1}}
+    options = {"dual_clip": 3.0, "importance_cap": 2.0, "stop_kl": 0.02, "ptx": {"coef": 0.1}, "clip_ratio_high": 0.3}
     ppo = PPOConfig.model_validate(read_yaml(ROOT / "params.yaml")["ppo"] | options)
     for recipe in ("published", "ppo_style"):
         found = VariantParams(enabled=True, recipe=recipe, settings={"samples_per_prompt": 4}).applied_to(ppo, "rloo")
-        shown = (found.dual_clip, found.importance_cap, found.stop_kl, found.ptx.coef)
-        assert shown == ((None, None, None, 0.0) if recipe == "published" else (3.0, 2.0, 0.02, 0.1))
+        shown = (found.dual_clip, found.importance_cap, found.stop_kl, found.ptx.coef, found.clip_ratio_high)
+        assert shown == ((None, None, None, 0.0, None) if recipe == "published" else (3.0, 2.0, 0.02, 0.1, 0.3))
 
 
 def test_a_method_without_a_critic_takes_nothing_of_ppos_critic() -> None:

@@ -28,6 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "discount": {"gamma": 0.9, "lam": 0.5},
     "critic's warm-up": {"critic": {"warmup_steps": 1}},
     "plain policy gradient": {"policy_gradient_steps": 1},
+    "two-sided clip": {"learning_rate": 0.05, "clip_ratio_high": 0.5},
     "dual clip": {"learning_rate": 0.05, "dual_clip": 1.5, "importance_cap": 2.0},
 }
 
@@ -76,7 +77,8 @@ def test_the_tokens_add_up_to_the_diagnostics(make_trainer: MakeTrainer, setting
         assert close(mean([reading.kl_loss for reading in passes]), row["kl_loss"])
     if passes[0].clipped is not None:
         signs = [1 if token.weight > 0 else -1 for trace in traces for token in trace.tokens for _ in token.passes]
-        held = [float(sign * (reading.ratio - 1) > 0.2) for sign, reading in zip(signs, passes, strict=True)]
+        sides = {-1: 0.2, 1: trainer.config.clip_ratio_high or 0.2}
+        held = [float(sign * (reading.ratio - 1) > sides[sign]) for sign, reading in zip(signs, passes, strict=True)]
         assert close(mean(held), row["clip_fraction"])
     assert close(sum(trace.sums["kl"] for trace in traces) / 8, row["kl_k1"])
     assert close(sum(trace.sums["return"] for trace in traces) / 8, row["reward_shaped"])
@@ -176,6 +178,19 @@ def test_answers_without_a_critic_name_those_they_are_compared_with(make_trainer
     trace = trace_step(make_trainer(advantage="reinforce"), [1])[0]
     assert close(trace.tokens[0].advantage, trace.sums["return"] - sum(trace.rivals) / 8)
     assert trace_step(make_trainer(), [1])[0].rivals == []
+
+
+def test_answers_that_are_left_out_have_no_pass_and_an_answer_can_have_one_ratio(make_trainer: MakeTrainer) -> None:
+    settings = {"advantage": "grpo", "samples_per_prompt": 2, "loss_average": "answer_means", "ratio": "sequence"}
+    scorer = lambda answers: [float(len(ids) > 3) for ids in answers.response_ids]  # noqa: E731
+    trainer = make_trainer(**settings, skip_equal_groups=True, scorer=scorer, score={"missing_eos_penalty": 0.0})
+    traces = trace_step(trainer, ALL)
+    assert {trace.trained for trace in traces} == {False, True}
+    for trace in traces:
+        passes = list(zip(*(token.passes for token in trace.tokens), strict=True))
+        assert len(passes) == len(trace.minibatches) == (trainer.config.ppo_epochs if trace.trained else 0)
+        assert all(len({reading.ratio for reading in one}) == 1 for one in passes)
+        assert trace.trained or {token.weight for token in trace.tokens} == {0.0}
 
 
 def test_an_early_stop_is_recorded(make_trainer: MakeTrainer) -> None:

@@ -604,6 +604,7 @@ def test_a_method_that_is_not_the_published_one_has_another_name() -> None:
     models = {"rloo": {"recipe": "ppo_style"}, "grpo": {"recipe": "dr_grpo"}, "reinforce": {"recipe": "published"}}
     assert [label(name, models) for name in models] == ["RLOO (PPO style)", "Dr. GRPO", "REINFORCE"]
     assert label("rloo") == "RLOO"
+    assert label("grpo", {"grpo": {"recipe": "gdpo"}}) == "GDPO"
 
 
 def scored_by(run: Run, *terms: str) -> Run:
