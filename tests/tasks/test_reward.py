@@ -52,7 +52,7 @@ def test_failure_05_pairs_are_trained_on_or_measured_on_and_never_both(
     rows = [
         row | {"prompt_id": str(n), "prompt": n, "split": "validation" if n % 3 == 0 else "train"} for n in range(9)
     ]
-    stage: Any = SimpleNamespace(read=lambda path: rows, common=SimpleNamespace(long_rows="refuse"))
+    stage: Any = SimpleNamespace(name="reward", read=lambda path: rows, common=SimpleNamespace(long_rows="refuse"))
     prompts = {
         split: {c.prompt[0] for c in comparisons.comparisons(stage, SimpleNamespace(), split, 10)[0]}  # type: ignore[arg-type]
         for split in ("train", "validation")
@@ -153,7 +153,7 @@ def test_the_figures_of_an_ensemble_are_those_of_the_combined_score(
     assert rule is not None
     assert (rule.combine, rule.std_coef) == ("mean_minus_std", 0.5)
     folders = [workshop / "models/reward" / name for name in ("", "members/2", "members/3")]
-    stage: Any = SimpleNamespace(read=lambda path: pairs, common=SimpleNamespace(long_rows="refuse"))
+    stage: Any = SimpleNamespace(name="reward", read=lambda path: pairs, common=SimpleNamespace(long_rows="refuse"))
     heldout, _ = comparisons.comparisons(stage, TINY.tiny_tokenizer(), "validation", 64)
     scores = [score_pairs(load_scalar_model(folder), heldout, 0, 2) for folder in folders]
     sides = torch.stack([torch.cat([one.chosen, one.rejected]) for one in scores]).double()
@@ -224,7 +224,7 @@ def test_ppos_reward_model_never_sees_the_pairs_of_the_judging_one(
     assert first | judge == everything
     judging = workshop / "models/reward/judge"
     AutoModelForSequenceClassification.from_pretrained(judging)
-    stage: Any = SimpleNamespace(read=lambda path: pairs, common=SimpleNamespace(long_rows="refuse"))
+    stage: Any = SimpleNamespace(name="reward", read=lambda path: pairs, common=SimpleNamespace(long_rows="refuse"))
     heldout, _ = comparisons.comparisons(stage, TINY.tiny_tokenizer(), "validation", 64)
     scores = score_pairs(load_scalar_model(judging), heldout, 0, 2)
     assert metrics["judge_accuracy"] == pytest.approx(scores.right.mean().item())
