@@ -108,6 +108,7 @@ class Watch:
         self.own: Progress | None = None
         self.tokens, self.sampling = 0, 0.0
         """Tokens that were drawn, and the seconds that this took."""
+        self.warned = False
         self.last_token: float | None = None
         """The time of the last report of sampling; None where other work has been reported since."""
 
@@ -135,8 +136,9 @@ class Watch:
         self.last_token = now if tokens else None
 
     def _warn_of_slow_sampler(self, loop: Progress, done: float) -> None:
-        if self.sampling < SAMPLED_SECONDS or self.tokens >= SLOW * self.sampling:
+        if self.warned or self.sampling < SAMPLED_SECONDS or self.tokens >= SLOW * self.sampling:
             return
+        self.warned = True
         left = loop.seconds_left(min(loop.done + done, loop.total))
         takes = "" if left is None else f"; the rest of this loop takes about {duration(left)}"
         self.warn(

@@ -196,10 +196,9 @@ def test_answers_of_all_models_are_one_count(watched: Watched, capsys: pytest.Ca
 @pytest.mark.parametrize(("tokens", "warnings"), [(2000, 0), (90, 1)])
 def test_a_slow_sampler_is_warned_of_once(watched: Watched, tokens: int, warnings: int) -> None:
     """By the seconds of sampling alone: the hour before it is other work."""
-    watched.watch = Watch("[7/9 ppo]", 5.0, lambda text: watched.warned.append(text) if not watched.warned else None)
     watched.watch.begin(64, "reference answer")
     watched.go(3600, "scoring", 1, 2)
-    for row in range(12):
+    for row in range(30):
         watched.go(1, "sampling", row, 64, tokens)
     assert len(watched.warned) == warnings
     assert all("draws 90 tokens a second; the rest of this loop takes about" in text for text in watched.warned)
