@@ -55,7 +55,9 @@ def test_sentiment(project: "Project") -> None:
     rows = [
         {"text": f"The {second} {first} is {word} to me.", "score": value + len(first) / 100}
         for first, second, (word, value) in product(
-            ("film", "story", "cast", "music", "end", "plot"), ("summer", "winter", "old", "new", "long", "short"), words.items()
+            ("film", "story", "cast", "music", "end", "plot"),
+            ("summer", "winter", "old", "new", "long", "short"),
+            words.items(),
         )
     ]
     use_example(project, "smollm2-sentiment", rows, {"dpo": {"enabled": True, "lora": {"rank": 2}, "max_tokens": 72}})
