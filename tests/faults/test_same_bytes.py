@@ -33,8 +33,8 @@ def cut_off(finished: "Project", stage_main: "Main", monkeypatch: pytest.MonkeyP
         finished.set("runtime.checkpoint_every", 1)
         update, told = Progress.update, [0]
 
-        def updated(progress: Progress, step: int, **values: float | None) -> None:
-            update(progress, step, **values)
+        def updated(progress: Progress, step: int, left: float | None = None, **values: float | None) -> None:
+            update(progress, step, left, **values)
             told[0] += progress.unit != "reference answer"
             if told[0] == LOOPS[stage]:
                 raise CutOff

@@ -29,8 +29,8 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def plan(count: int, *signals: signal.Signals) -> Iterator[None]:
         update, told = Progress.update, [0]
 
-        def updated(progress: Progress, step: int, **values: Any) -> None:
-            update(progress, step, **values)
+        def updated(progress: Progress, step: int, left: float | None = None, **values: Any) -> None:
+            update(progress, step, left, **values)
             told[0] += progress.unit != "reference answer"
             if told[0] == count:
                 for number in signals:

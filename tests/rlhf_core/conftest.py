@@ -4,9 +4,9 @@ The models have two layers of width 32 and large random weights, so that a wrong
 changes their outputs visibly.
 """
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@cache
 def tiny_tokenizer() -> PreTrainedTokenizerBase:
-    """A byte-level BPE tokenizer of 60 tokens of small letters: pad 0, end 1, roles 2 to 4."""
+    """A byte-level BPE tokenizer of 60 tokens of small letters: pad 0, end 1, roles 2 to 4. Each test may change its
+    own."""
+    return deepcopy(_trained_tokenizer())
+
+
+@cache
+def _trained_tokenizer() -> PreTrainedTokenizerBase:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -176,7 +181,7 @@ PPO: dict[str, Any] = {
 
 def tiny_ppo_values(**changes: Any) -> dict[str, Any]:
     """The block `ppo` as in params.yaml, with these keys changed."""
-    merged = copy.deepcopy(PPO)
+    merged = deepcopy(PPO)
     for key, value in changes.items():
         merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
     return merged

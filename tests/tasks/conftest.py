@@ -17,6 +17,7 @@ from tasks.stage.interrupts import Interrupts
 from tasks.stage.outputs import Outputs
 from tasks.stage.stage import Common, Stage
 from tasks.training.pairs import PREFERENCES
+from tasks.training.ratings import RATINGS
 
 TINY: Any = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "rlhf_core" / "conftest.py")))
 
@@ -102,7 +103,7 @@ def run_pair_stage(
     ) -> dict[str, Any]:
         name = module.__name__.rpartition(".")[2]
         outs = [f"models/{name}", f"metrics/{name}.json", f"plots/{name}.csv"]
-        chosen = {PREFERENCES: pairs if rows is None else rows}
+        chosen = {PREFERENCES: pairs if rows is None else rows, RATINGS: []}
         stage = make_stage(name, config, outs, chosen, state=state or name)
         module.execute(stage)
         stage.outputs.commit()

@@ -232,6 +232,7 @@ def test_costs_are_those_beyond_the_common_stages() -> None:
         for name, (samples, tokens) in paid.items()
     }
     metrics["metrics/rloo.json"]["recipe"] = "ppo_style"
+    metrics["metrics/sft.json"] = {"steps": 5}
     stage: Any = SimpleNamespace(read_json=metrics.__getitem__, params=SimpleNamespace(extra_models=["mine"]))
     plain: Any = SimpleNamespace(best_of=1)
     found = {

@@ -32,7 +32,7 @@ MOST_RUNS = 50_000
 """MLflow's own limit of a search."""
 EMPTY = "{}"
 """A block that the file does not have."""
-UNCOMPARED = ("runtime.", "report.", "promote.", "raw_files.", "answers.")
+UNCOMPARED = ("runtime.", "report.", "promote.", "raw_files.", "answers.", "sft_enabled")
 """Parameters that change no figure, or follow from others."""
 
 
