@@ -217,7 +217,8 @@ def _tokenizer(file: Path, stated: dict[str, Any]) -> PreTrainedTokenizerBase:
     vocabulary = {token: place for place, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ")) for merge in stated.get("tokenizer.ggml.merges", [])]
     named = {name: stated.get(f"tokenizer.ggml.{key}_token_id") for name, key in ROLES.items()}
-    begins = bool(stated.get("tokenizer.ggml.add_bos_token"))
+    by_default = split == "llama-bpe" and named["bos_token"] is not None  # as llama.cpp does
+    begins = bool(stated.get("tokenizer.ggml.add_bos_token", by_default))
     if (
         len(vocabulary) < len(tokens)
         or not all(len(merge) == 2 and {*merge, "".join(merge)} <= vocabulary.keys() for merge in merges)

@@ -451,7 +451,8 @@ def stages_of(
         return PlannedStage(name, lambda: plan(trained, config, lengths, answers), work)
 
     def loop(name: str, config: PPOConfig) -> PlannedStage:
-        lengths, critic = Lengths(prompt, config.max_new_tokens), int(config.needs_critic_model)
+        lengths = Lengths(min(prompt, config.max_prompt_tokens or prompt), config.max_new_tokens)
+        critic = int(config.needs_critic_model)
         count = config.steps * config.batch_size
         tokens = count * lengths.whole
         work = Work(
@@ -500,7 +501,7 @@ def stages_of(
     once = len(settings.interpolation) + min(settings.snapshots, snapshots)
     each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, settings.optimum_samples - seeds)
     drawn = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
-    whole = Lengths(prompt, settings.max_new_tokens)
+    whole = Lengths(min(prompt, settings.max_prompt_tokens or prompt), settings.max_new_tokens)
     read = round(drawn * whole.whole * (2 + others.passes(model, scorers, judges=True)))
 
     def evaluation() -> list[Phase]:

@@ -121,7 +121,7 @@ def exempt(module: str, stage: str) -> bool:
     if module == "tasks.params.methods":
         return stage not in READ_THE_TABLE_OF_METHODS
     if module == "tasks.summary":  # for the others it is a part of tracking
-        return stage != "evaluate"
+        return stage not in ("evaluate", "report")
     return any(fnmatchcase(module, pattern) for pattern in CANNOT_CHANGE_RESULTS)
 
 

@@ -329,6 +329,11 @@ class PPOConfig(Block):
                 f"skip_equal_groups compares the answers to one prompt, and advantage {self.advantage} does not; set "
                 f"it to false, or use {', '.join(OF_GROUPS)}"
             )
+        if self.skip_equal_groups and self.kl.penalty == "reward" and self.kl.coef:
+            raise ValueError(
+                "skip_equal_groups with the KL in the reward would leave answers with equal scores without their "
+                "penalty; set kl.penalty to loss, or kl.coef to 0"
+            )
         if self.truncated == "mask" and self.score.missing_eos_penalty:
             raise ValueError(
                 "truncated: mask leaves answers without an end out, so a penalty would only move the baseline of the "

@@ -89,7 +89,7 @@ def logistic_regression(differences: Differences) -> Vector:
     weights = np.zeros(differences.size[1])
 
     def loss(at: Vector) -> float:
-        return float(np.logaddexp(0.0, -differences.times(at)).sum() + 0.5 * L2 * at @ at)
+        return float(np.logaddexp(0.0, -differences.times(at)).sum() + 0.5 * L2 * (at * at).sum())
 
     for _ in range(NEWTON_STEPS):
         wrong = 1.0 / (1.0 + np.exp(np.clip(differences.times(weights), -500.0, 500.0)))
@@ -116,15 +116,15 @@ def conjugate_gradients(product: Callable[[Vector], Vector], right: Vector) -> V
     """x with product(x) = right for a positive definite matrix, up to a relative residual of `TOLERANCE` (Hestenes and
     Stiefel 1952)."""
     found, residual = np.zeros_like(right), right.copy()
-    direction, size = residual.copy(), float(residual @ residual)
+    direction, size = residual.copy(), float((residual * residual).sum())
     limit = TOLERANCE**2 * size
     for _ in range(CG_STEPS):
         if size <= limit:
             break
         image = product(direction)
-        length = size / float(direction @ image)
+        length = size / float((direction * image).sum())
         found, residual = found + length * direction, residual - length * image
-        size, last = float(residual @ residual), size
+        size, last = float((residual * residual).sum()), size
         direction = residual + size / last * direction
     return found
 

@@ -115,9 +115,11 @@ class Step:
     kl_coef: float
     """β, units of the score per nat."""
     advantage_mean: float
-    """Over all real tokens of the batch; whitening subtracts it."""
+    """Over all real tokens of the answers that are trained on; whitening subtracts it."""
     advantage_scale: float
     """Whitening divides by it; 1 without whitening."""
+    left_out: int
+    """Answers that are not trained on."""
     learning_rates: dict[str, float]
     """Of `policy`, and of `critic` where there is one."""
     grad_norms: dict[str, list[float]]
@@ -197,8 +199,9 @@ def trace_step(trainer: PPOTrainer, rows: Sequence[int]) -> list[Trace]:
         number=plan.step + 1,
         trains_policy=plan.trains_policy,
         kl_coef=beta,
-        advantage_mean=masked_mean(credit.advantages, rollout.mask).item(),
+        advantage_mean=masked_mean(credit.advantages, rollout.mask * credit.trained[:, None]).item(),
         advantage_scale=credit.scale,
+        left_out=int((~credit.trained).sum()),
         learning_rates=rates,
         grad_norms=norms,
         minibatches=minibatches,

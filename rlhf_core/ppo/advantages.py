@@ -116,8 +116,8 @@ def compute_gdpo_advantages(
     terms: Sequence[tuple[float, Float[Tensor, "batch"]]], samples_per_prompt: int
 ) -> Float[Tensor, "batch"]:
     """Σ_k w_k·(G_k − μ_k)/√(σ_k² + 1e-8): each term of the score is compared within the group by its own mean and
-    deviation, so that its unit does not matter and answers that differ in one term never look alike. The published
-    method then whitens the sums over the batch (`whiten`): the caller does.
+    deviation. So its unit does not matter, as long as deviations are far above 1e-4, and answers that differ in one
+    term never look alike. The published method then whitens the sums over the batch (`whiten`): the caller does.
 
     Args:
         terms: weight and values [B] of each term; the answers to one prompt are next to each other. A term that does
@@ -132,7 +132,12 @@ def compute_gdpo_advantages(
     """
     if not terms:
         raise ValueError("gdpo needs the terms of the score")
-    each = [weight * compute_group_advantages(values, "grpo", samples_per_prompt) for weight, values in terms]
+
+    def compared(values: Float[Tensor, "batch"]) -> Float[Tensor, "batch"]:
+        groups = values.view(-1, samples_per_prompt)  # from the group's first, so that equal values differ by exactly 0
+        return compute_group_advantages((groups - groups[:, :1]).flatten(), "grpo", samples_per_prompt)
+
+    each = [weight * compared(values) for weight, values in terms]
     return torch.stack(each).sum(dim=0)
 
 

@@ -16,7 +16,7 @@ MADE_FOR_IT = ("preferences", "reward")
 FOLDER = "rewards"
 JUDGES = "models/judges"
 """Folder of the user's models that judge or score."""
-PARTS = (REWARD_MODEL, "std", "judge")
+PARTS = (REWARD_MODEL, "std", "judge", "end")
 """Names of other columns of scores, which no folder of a term can have."""
 DEFAULT: list[dict[str, Any]] = [{"term": REWARD_MODEL, "weight": 1.0}]
 FILE = re.compile(r"(\w[\w.-]*/)*\w[\w.-]*\.py", re.ASCII)

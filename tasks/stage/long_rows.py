@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import TEXT_TEMPLATE, encode_prompt, encode_response
+from rlhf_core.data.tokenizer import continues_text, encode_prompt, encode_response
 from rlhf_core.errors import UserError
 from rlhf_core.progress import report
 from tasks.datasets.jsonl import Row
@@ -99,7 +99,7 @@ def warn_of_cut_answers(
 ) -> None:
     """Warn where many answers did not end within `limit` tokens, the parameter `key`. Not for a model that continues
     texts (`base.format: text`), whose answers need no end."""
-    if tokenizer.chat_template != TEXT_TEMPLATE and sum(cut) > MANY * len(cut):
+    if not continues_text(tokenizer) and sum(cut) > MANY * len(cut):
         stage.warn(
             f"{sum(cut)} of {len(cut)} answers of {whose} ({sum(cut) / len(cut):.0%}) are cut off at {limit} tokens; "
             f"raise {key}, or ask for shorter answers: without its end an answer is judged as if it had one"

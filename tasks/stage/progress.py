@@ -139,7 +139,8 @@ class Watch:
         if self.warned or self.sampling < SAMPLED_SECONDS or self.tokens >= SLOW * self.sampling:
             return
         self.warned = True
-        left = loop.seconds_left(min(loop.done + done, loop.total))
+        whole = loop is self.loop and loop.unit.endswith(("answer", "sample"))  # else it is a part of other work
+        left = loop.seconds_left(min(loop.done + done, loop.total)) if whole else None
         takes = "" if left is None else f"; the rest of this loop takes about {duration(left)}"
         self.warn(
             f"the sampler draws {self.tokens / self.sampling:.0f} tokens a second{takes}. Fewer or shorter answers "

@@ -2,14 +2,16 @@
 the run out; resumable, checked by the detectors, logged to MLflow."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
@@ -31,8 +33,7 @@ from rlhf_core.training import state as checkpoint
 from rlhf_core.training.checkpoints import Checkpoints
 from rlhf_core.training.processes import Processes
 from tasks.datasets.jsonl import Row, write_jsonl
-from tasks.stage import long_rows
-from tasks.stage.long_rows import warn_of_cut_answers
+from tasks.stage.long_rows import fitting_prompts, warn_of_cut_answers
 from tasks.stage.progress import Progress
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
@@ -67,16 +68,18 @@ def build(
     body_type = body_precision(trained, config.lora)
     ready = partial(divide, bfloat16=precision == "bfloat16") if processes.divides_models else unchanged
     reference = ready(place(load(stage.root / begin.reference, frozen=body_type), device))  # as the policy
-    kept, too_long = fitting_prompts(stage, config, PROMPTS, tokenizer, reference)
-    heldout, _ = fitting_prompts(stage, config, HELDOUT, tokenizer, reference)
+    longest = (context_length(reference), config.max_new_tokens)
+    kept, too_long = fitting_prompts(stage, PROMPTS, stage.read(PROMPTS), tokenizer, *longest, config.max_prompt_tokens)
+    heldout, _ = fitting_prompts(stage, HELDOUT, stage.read(HELDOUT), tokenizer, *longest)
     if not kept:
         raise UserError(f"{PROMPTS}: PPO needs prompts; enlarge ingest.split.ppo")
-    prompts, rows, judge = [row["prompt"] for row in kept], extras_of(kept), judge_of(stage)
+    known_rows = [row for row, _ in kept]
+    prompts, rows, judge = [row["prompt"] for row in known_rows], extras_of(known_rows), judge_of(stage)
     body = reference if is_own_reference and not processes.divides_models else None
     scalars = ScalarModels(trusted, precision, device, body if begin.start == SFT else None, ready, stage.log)
     scorer = scorer_of(stage, tokenizer, config.micro_batch_size, scalars)
     judging = judging_scorer_of(stage.root, tokenizer, config.micro_batch_size, scalars)
-    require_room((scorer, judging), [row["prompt"] for row in (*kept, *heldout)], config.max_new_tokens)
+    require_room((scorer, judging), [row["prompt"] for row, _ in (*kept, *heldout)], config.max_new_tokens)
     journal = "reference" if processes.count == 1 else f"reference-{processes.accelerator.process_index}"
     known = reference_scores(
         *(config, reference, tokenizer, scorer, prompts, seed, rows, judge, processes),
@@ -97,21 +100,12 @@ def build(
     observed = Observed(scorer, {} if judging is None else {JUDGE: judging})
     source = RewardSource(observed, known.normalisation, judge)
     trainer = PPOTrainer(config, models, tokenizer, source, prompts, seed, text, rows)
-    return trainer, drawn(heldout, stage.seed), {**known.figures, "prompts_too_long": too_long}
+    return trainer, drawn([row for row, _ in heldout], stage.seed), {**known.figures, "prompts_too_long": too_long}
 
 
 def drawn(rows: list[Row], seed: int) -> list[Row]:
     """The held-out rows that are answered along the run: drawn by seed, in the order of the data."""
     return [rows[i] for i in sorted(permutation(len(rows), seed, WATCHED)[:READ])]
-
-
-def fitting_prompts(
-    stage: Stage[Any], config: PPOConfig, path: str, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> tuple[list[Row], int]:
-    """The rows whose prompt is not too long, and how many are."""
-    context, limits = context_length(model), (config.max_new_tokens, config.max_prompt_tokens)
-    kept, too_long = long_rows.fitting_prompts(stage, path, stage.read(path), tokenizer, context, *limits)
-    return [row for row, _ in kept], too_long
 
 
 @dataclass
@@ -204,17 +198,20 @@ def seconds_left(config: PPOConfig, took: Sequence[Took]) -> float:
     is slow. Before there is one, the last step's time with as much more for its updates as they are more: in the
     critic's warm-up the policy is read, and not trained."""
     known = took[1:] or took
-    last, total = known[-1], 0.0
+    last = known[-1]
 
     def weight(plan: StepPlan) -> float:
         return plan.epochs * (POLICY_TRAINED if plan.trains_policy else 1.0)
 
-    for number in range(took[-1].plan.step + 1, config.steps):
-        plan = StepPlan.of(config, number)
-        alike = [one.seconds for one in known if weight(one.plan) == weight(plan)]
-        more = last.update * (weight(plan) / weight(last.plan) - 1.0)
-        total += sum(alike) / len(alike) if alike else last.seconds + more
-    return total
+    alike: dict[float, list[float]] = {}
+    for one in known:
+        alike.setdefault(weight(one.plan), []).append(one.seconds)
+    coming = Counter(weight(StepPlan.of(config, number)) for number in range(took[-1].plan.step + 1, config.steps))
+
+    def each(kind: float) -> float:
+        return fmean(alike[kind]) if kind in alike else last.seconds + last.update * (kind / weight(last.plan) - 1.0)
+
+    return sum(count * each(kind) for kind, count in coming.items())
 
 
 def step(

@@ -59,6 +59,7 @@ def test_filters_and_one_ratio_for_an_answer_in_a_stage(finished: "Project", sta
         **{
             "samples_per_prompt": 4,
             "skip_equal_groups": True,
+            "kl": {"coef": 0.0},
             "truncated": "mask",
             "score": {"missing_eos_penalty": 0.0},
         },
@@ -81,7 +82,12 @@ def test_filters_and_one_ratio_for_an_answer_in_a_stage(finished: "Project", sta
 
 def test_a_step_without_an_update_is_said(finished: "Project", stage_main: Main) -> None:
     with_functions(finished, same=(1.0, SAME))
-    settings = {"samples_per_prompt": 4, "skip_equal_groups": True, "score": {"missing_eos_penalty": 0.0}}
+    settings = {
+        "samples_per_prompt": 4,
+        "skip_equal_groups": True,
+        "kl": {"coef": 0.0},
+        "score": {"missing_eos_penalty": 0.0},
+    }
     finished.set("rloo", {"enabled": True, "recipe": "ppo_style", "settings": settings})
     for stage in ("check", "rloo"):
         ended = stage_main(finished, stage)

@@ -118,7 +118,8 @@ def explain(traced: Traced) -> dict[str, list[str]]:
         credit.append(f"so A = {number(last.advantage)}, the same for every token")
     if config.whiten_advantages:
         mean, scale = operand(step.advantage_mean), number(step.advantage_scale)
-        credit.append(f"Â = (A − {mean}) / {scale}: mean and deviation over all tokens of the batch")
+        of = "of the batch" if step.left_out == 0 else f"of the batch, without the {step.left_out} answers left out"
+        credit.append(f"Â = (A − {mean}) / {scale}: mean and deviation over all tokens {of}")
     else:
         credit.append("Â = A: whitening is off")
 

@@ -125,6 +125,21 @@ def test_the_table_follows_its_own_formulas(make_trainer: MakeTrainer) -> None:
     assert ((advantages - step.advantage_mean) / step.advantage_scale - weights).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize(
+    "left_out", [{"truncated": "mask"}, {"advantage": "grpo", "samples_per_prompt": 2, "skip_equal_groups": True}]
+)
+def test_whitening_is_explained_without_the_answers_that_are_left_out(
+    make_trainer: MakeTrainer, left_out: dict[str, Any]
+) -> None:
+    scorer = lambda answers: [float(len(ids) > 3) for ids in answers.response_ids]  # noqa: E731
+    trainer = make_trainer(**left_out, scorer=scorer, kl={"coef": 0.0}, score={"missing_eos_penalty": 0.0})
+    traces = trace_step(trainer, ALL)
+    step = traces[0].step
+    assert step.left_out == sum(not trace.trained for trace in traces) > 0
+    for token in (token for trace in traces if trace.trained for token in trace.tokens):
+        assert close((token.advantage - step.advantage_mean) / step.advantage_scale, token.weight)
+
+
 def test_the_clip_acts_in_its_four_cases(make_trainer: MakeTrainer) -> None:
     """A > 0 and ρ ≥ 1 + ε, or A < 0 and ρ ≤ 1 − ε: no pull; everywhere else the pull is ρA. All four cases occur."""
     traces = trace_step(make_trainer(**SETTINGS["large steps"]), ALL)
@@ -183,7 +198,9 @@ def test_answers_without_a_critic_name_those_they_are_compared_with(make_trainer
 def test_answers_that_are_left_out_have_no_pass_and_an_answer_can_have_one_ratio(make_trainer: MakeTrainer) -> None:
     settings = {"advantage": "grpo", "samples_per_prompt": 2, "loss_average": "answer_means", "ratio": "sequence"}
     scorer = lambda answers: [float(len(ids) > 3) for ids in answers.response_ids]  # noqa: E731
-    trainer = make_trainer(**settings, skip_equal_groups=True, scorer=scorer, score={"missing_eos_penalty": 0.0})
+    trainer = make_trainer(
+        **settings, skip_equal_groups=True, kl={"coef": 0.0}, scorer=scorer, score={"missing_eos_penalty": 0.0}
+    )
     traces = trace_step(trainer, ALL)
     assert {trace.trained for trace in traces} == {False, True}
     for trace in traces:

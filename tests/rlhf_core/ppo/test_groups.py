@@ -25,6 +25,7 @@ from tests.rlhf_core.ppo.test_losses import Batch, batches
 MakeTrainer = Callable[..., PPOTrainer]
 properties = settings(max_examples=50, deadline=None, derandomize=True)
 GROUPS = {"advantage": "grpo", "samples_per_prompt": 4, "entropy_coef": 0.0}
+SKIP = {**GROUPS, "skip_equal_groups": True, "kl": {"coef": 0.0}}
 SEQUENCE = {**GROUPS, "ratio": "sequence", "loss_average": "answer_means"}
 NO_PENALTY = {"score": {"missing_eos_penalty": 0.0}}
 
@@ -150,7 +151,7 @@ def first_prompts_differ(answers: Answers) -> list[float]:
         {"advantage": "dr_grpo", "loss_average": "answer_sums"},
         {"kl": {"penalty": "loss", "estimator": "k3", "coef": 0.1}},
     ],
-    ids=["whitened", "rloo, KL in the reward", "sums", "KL in the loss"],
+    ids=["whitened", "rloo", "sums", "KL in the loss"],
 )
 def test_rule_12_the_step_is_that_of_the_other_groups_alone(make_trainer: MakeTrainer, options: dict[str, Any]) -> None:
     """Gradient and figures of the update are as if the answers of equal groups had not been sampled."""
@@ -160,7 +161,7 @@ def test_rule_12_the_step_is_that_of_the_other_groups_alone(make_trainer: MakeTr
         "scorer": first_prompts_differ,
         "score": {"missing_eos_penalty": 0.0},
     } | options
-    trainer = make_trainer(**shared, skip_equal_groups=True)
+    trainer = make_trainer(**{"kl": {"coef": 0.0}, **shared}, skip_equal_groups=True)
     rollout = trainer.rollout()
     credit = credit_of(trainer, rollout)
     rows = credit.trained.nonzero()[:, 0].tolist()
@@ -168,7 +169,7 @@ def test_rule_12_the_step_is_that_of_the_other_groups_alone(make_trainer: MakeTr
     assert credit.weights[~credit.trained].abs().sum() == 0
     found = first_gradients(trainer, rollout, credit)["policy"]
 
-    alone, others = make_trainer(**shared), only(rollout, rows)
+    alone, others = make_trainer(**{"kl": {"coef": 0.0}, **shared}), only(rollout, rows)
     expected = first_gradients(alone, others, credit_of(alone, others))["policy"]
     assert (found - expected).norm() <= 1e-5 * expected.norm()
     figures = [trainer.step(rollout), alone.step(others)]
@@ -183,9 +184,7 @@ def only(rollout: Rollout, rows: list[int]) -> Rollout:
 
 
 def test_a_step_of_equal_groups_makes_no_update_and_says_so(make_trainer: MakeTrainer) -> None:
-    trainer = make_trainer(
-        **GROUPS, skip_equal_groups=True, scorer=lambda answers: [1.0] * len(answers.texts), **NO_PENALTY
-    )
+    trainer = make_trainer(**SKIP, scorer=lambda answers: [1.0] * len(answers.texts), **NO_PENALTY)
     before = weights(trainer)
     rows = [trainer.step(), trainer.step()]
     for row in rows:
@@ -194,7 +193,7 @@ def test_a_step_of_equal_groups_makes_no_update_and_says_so(make_trainer: MakeTr
         assert row["policy_loss"] is row["clip_fraction"] is row["clip_fraction_last_epoch"] is None
         assert row["update_kl"] == pytest.approx(0, abs=1e-6)
     assert torch.equal(weights(trainer), before)
-    other = make_trainer(**GROUPS, skip_equal_groups=True).step()
+    other = make_trainer(**SKIP).step()
     assert rows[0].keys() == other.keys(), "a table has the columns of its first row"
     monitor = Monitor(trainer.config)
     for row in [*rows * 10, {**other, "step": 21}]:
@@ -206,7 +205,7 @@ def test_rule_07_the_first_ratio_is_1_in_other_micro_batches_than_those_of_the_r
 ) -> None:
     for precision in ("float32", "bfloat16"):
         options = {"precision": precision, "batch_size": 32, "minibatches": 1, "micro_batch_size": 16}
-        trainer = make_trainer(**GROUPS, **options, skip_equal_groups=True, scorer=first_prompts_differ, **NO_PENALTY)
+        trainer = make_trainer(**SKIP, **options, scorer=first_prompts_differ, **NO_PENALTY)
         assert trainer.step()["optimizer_steps"] == 2
 
 
@@ -320,6 +319,13 @@ def test_weights_are_those_of_terms_only() -> None:
     assert term_weights(Observed(WeightedSum({"a.py": (2.0, Term(len))}), {"judge": Term(len)})) == {"a.py": 2.0}
 
 
+@pytest.mark.parametrize("value", [57.3, 1000.1, 12345.67])
+@pytest.mark.parametrize("size", [3, 8])
+def test_a_term_that_does_not_vary_in_a_group_adds_exactly_nothing(value: float, size: int) -> None:
+    """Rounding of the mean, divided by the floor of the deviation, would be an advantage of up to 1."""
+    assert torch.equal(compute_gdpo_advantages([(1.0, torch.full((size,), value))], size), torch.zeros(size))
+
+
 # each of them trains
 
 
@@ -327,7 +333,7 @@ def test_weights_are_those_of_terms_only() -> None:
     "options",
     [
         {"clip_ratio_high": 0.28},
-        {"skip_equal_groups": True, **NO_PENALTY},
+        {"skip_equal_groups": True, "kl": {"coef": 0.0}, **NO_PENALTY},
         {"truncated": "mask", **NO_PENALTY},
         {"ratio": "sequence", "loss_average": "answer_means", "clip_ratio": 3e-2},
         {"advantage": "gdpo"},
@@ -364,6 +370,7 @@ def share_of(row: dict[str, float | None], options: dict[str, Any]) -> float:
             {"skip_equal_groups": True},
             "skip_equal_groups compares the answers to one prompt, and advantage gae does not",
         ),
+        ({**SKIP, "kl": {"coef": 0.1}}, "skip_equal_groups with the KL in the reward would leave answers"),
         ({"truncated": "mask"}, "truncated: mask leaves answers without an end out"),
         ({"ratio": "sequence"}, "ratio: sequence has one ratio for an answer, and advantage gae"),
         ({**GROUPS, "ratio": "sequence"}, "set loss_average to answer_means"),

@@ -148,7 +148,7 @@ def test_a_baseline_from_other_answers_reaches_the_same_optimum() -> None:
     "changes",
     [
         {"clip_ratio_high": 0.28},
-        {"skip_equal_groups": True},
+        {"skip_equal_groups": True, "kl__penalty": "loss", "kl__estimator": "full"},
         {"ratio": "sequence", "loss_average": "answer_means"},
     ],
     ids=["wider clip", "equal groups left out", "one ratio"],

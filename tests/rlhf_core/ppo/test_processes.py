@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "rloo, an odd minibatch": {"advantage": "rloo", "samples_per_prompt": 3, "batch_size": 9, "minibatches": 3},
     "answers left out": {
         **{"advantage": "rloo", "samples_per_prompt": 2, "batch_size": 16, "max_new_tokens": 4},
-        **{"skip_equal_groups": True, "truncated": "mask", "score": {"missing_eos_penalty": 0.0}},
+        **{"skip_equal_groups": True, "kl": {"coef": 0.0}, "truncated": "mask", "score": {"missing_eos_penalty": 0.0}},
     },
 }
 
