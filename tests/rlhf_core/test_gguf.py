@@ -113,8 +113,11 @@ def test_texts_are_cut_as_the_tokenizers_of_these_models_cut_them(write: Write) 
     assert words_of(read("smollm"), "in  2024") == ["in", "ĠĠ", "2", "0", "2", "4"]
 
 
-def test_a_text_begins_with_the_token_that_the_file_says(write: Write) -> None:
-    words = load_gguf_tokenizer(write(tokenizer__ggml__bos_token_id=2, tokenizer__ggml__add_bos_token=True))
+@pytest.mark.parametrize(
+    "stated", [{"tokenizer__ggml__add_bos_token": True}, {"tokenizer__ggml__pre": "llama-bpe"}], ids=["said", "llama"]
+)
+def test_a_text_begins_with_the_token_that_the_file_says_or_llama_has(write: Write, stated: dict[str, Any]) -> None:
+    words = load_gguf_tokenizer(write(tokenizer__ggml__bos_token_id=2, **stated))
     assert words("eat")["input_ids"] == [2, *words("eat", add_special_tokens=False)["input_ids"]]
 
 
