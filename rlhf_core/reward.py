@@ -120,12 +120,15 @@ def pair_batch(
     comparisons: Sequence[Comparison], pad_id: int, device: torch.device | str = "cpu"
 ) -> tuple[TokenBatch, Int[Tensor, "pairs"], Int[Tensor, "pairs"]]:
     """All responses of the comparisons, each a row behind its prompt; the rows of the chosen and of the rejected
-    response of each pair."""
+    response of each pair. The first token of a whole text, a response without a prompt, is given: nothing predicts it,
+    so it is not in the mask."""
     rows = [(c.prompt, response) for c in comparisons for response in c.responses]
     starts = [sum(len(c.responses) for c in comparisons[:i]) for i in range(len(comparisons))]
     pairs = [(s + better, s + worse) for s, c in zip(starts, comparisons, strict=True) for better, worse in c.pairs]
     chosen, rejected = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).T
-    return pad_batch([prompt for prompt, _ in rows], [answer for _, answer in rows], pad_id, device), chosen, rejected
+    counted = [None if prompt else [place > 0 for place in range(len(answer))] for prompt, answer in rows]
+    batch = pad_batch([prompt for prompt, _ in rows], [answer for _, answer in rows], pad_id, device, counted)
+    return batch, chosen, rejected
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,8 @@ def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase, 
     with loading(folder):
         require_scalar_head(load_config(folder, trust_remote_code=trusts(stage)))
     own = read_tokenizer(folder, trust_remote_code=trusts(stage))
-    completed, repairs = complete(own, str(tokenizer.pad_token), continues_text(tokenizer))
+    pad = str(tokenizer.pad_token) if tokenizer.pad_token != own.eos_token else "<|pad|>"
+    completed, repairs = complete(own, pad, continues_text(tokenizer))
     for repair in repairs:
         stage.log(f"tokenizer of reward.base repaired: {repair}")
     return folder, completed, not same_tokens(completed, tokenizer)

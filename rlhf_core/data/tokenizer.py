@@ -365,8 +365,13 @@ def encode_answered(tokenizer: PreTrainedTokenizerBase, prompt: Conversation, an
 
 
 def same_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers have the same vocabulary and chat template, so that one may read the other's ids."""
-    return one is other or bool(one.get_vocab() == other.get_vocab() and one.chat_template == other.chat_template)
+    """Whether two tokenizers have the same vocabulary, chat template and end of an answer, so that one may read the
+    other's ids."""
+
+    def made_of(tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+        return tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id
+
+    return one is other or made_of(one) == made_of(other)
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, response: str, ended: bool = True) -> list[int]:
@@ -384,6 +389,8 @@ def encode_turns(
     Raises UserError where the template does not write an earlier answer with the very tokens of `encode_prompt` before
     it and of `encode_response`: the model would imitate what it cannot write.
     """
+    continues = continues_text(tokenizer)
+    prompt = [m if m["role"] != "assistant" else {**m, "content": answer_text(m["content"], continues)} for m in prompt]
     whole, answers = encode_prompt(tokenizer, prompt), list[tuple[int, int]]()
     for place, message in enumerate(prompt):
         if message["role"] == "assistant":

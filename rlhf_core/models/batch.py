@@ -91,7 +91,8 @@ class TokenBatch:
         place = torch.tensor(rows, device=self.mask.device)
         ids, attention, mask = self.input_ids[place], self.attention_mask[place], self.mask[place]
         used = attention.any(dim=0).nonzero()[:, 0]
-        first, time = int(used[0]), max(1, int(mask.sum(dim=1).max()))
+        counted = mask.any(dim=0).nonzero()
+        first, time = int(used[0]), int(counted[-1]) + 1 if len(counted) else 1
         end = ids.shape[1] - self.time + time
         return TokenBatch(ids[:, first:end], attention[:, first:end], mask[:, :time])
 

@@ -129,6 +129,9 @@ class TextScorer:
             texts = {"text": [as_text(prompt) + answer], "answer": [answer], "pair": [as_text(prompt), answer]}
             found = self.tokenizer(*texts[self.reads], split_special_tokens=True)
             row = {name: list(found[name]) for name in ("input_ids", "token_type_ids") if name in found}
+            if not row["input_ids"]:  # an empty answer, and a tokenizer that writes nothing around a text
+                bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+                row = {name: [eos if bos is None else bos] if name == "input_ids" else [0] for name in row}
         require_fit(self.name, len(row["input_ids"]), self.context)
         return row
 

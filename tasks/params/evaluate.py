@@ -44,9 +44,16 @@ class EvaluateParams(Block):
     """Interpolated policies on the frontier: for each η the weights SFT + η·(policy − SFT)."""
     optimum_samples: Annotated[int, Field(ge=0)] = 0
     """Answers of the SFT model, and as many of the policy, to each prompt, from which the optimum against the scorer is
-    estimated, the ceiling of the frontier. Those that are there already count: of `seeds`, of best-of-n. 0: none."""
+    estimated, the ceiling of the frontier: 4 or more. Those that are there already count: of `seeds`, of best-of-n. 0:
+    none."""
     extra_models: list[FolderName] = Field(default_factory=list)
     """Names of Hugging Face folders below models/extra/ that are compared, too."""
+
+    @model_validator(mode="after")
+    def _enough_for_an_optimum(self) -> "EvaluateParams":
+        if 0 < self.optimum_samples < 4:
+            raise ValueError(f"optimum_samples {self.optimum_samples} are too few for an estimate; set 0, or 4 or more")
+        return self
 
     @model_validator(mode="after")
     def _distinct(self) -> "EvaluateParams":

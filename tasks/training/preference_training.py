@@ -14,7 +14,7 @@ from rlhf_core.training.processes import map_whole
 from tasks.stage.stage import Stage
 from tasks.stage.trust import trusts
 from tasks.training.pairs import comparisons
-from tasks.training.ratings import RATINGS, text_comparisons
+from tasks.training.ratings import RATINGS, rated_comparisons
 from tasks.training.trainer_setup import last_means, log_table, place_of, tokens_read, training_run
 
 Settings = TypeVar("Settings", bound=PairConfig)
@@ -31,7 +31,7 @@ def train_policy_on_pairs(stage: Stage[Settings], objective_of: Callable[[Settin
     where = place_of(run_, stage.params.lora)
     model = load_causal_lm(stage.root / SFT, trust_remote_code=trusts(stage), log=stage.log, **where)
     pad_id, limit = int(tokenizer.pad_token_id), min(stage.params.max_tokens, context_length(model))
-    compared = text_comparisons if stage.read(RATINGS) else comparisons
+    compared = rated_comparisons if stage.read(RATINGS) else comparisons
     training, too_long = compared(stage, tokenizer, "train", limit)
     heldout, also_too_long = compared(stage, tokenizer, "validation", limit)
     read = partial(reference_logprobs, model, pad_id=pad_id)

@@ -5,7 +5,6 @@ ratings are a pair. If an answer is good with the probability σ(R), then of two
 first with the probability σ(R₁ − R₂): with labels 0 and 1, Bradley-Terry on the pairs estimates the R of a logistic
 regression, up to a constant, which PPO's normalisation removes. Of scores only the order counts."""
 
-from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -35,7 +34,7 @@ def rated_comparisons(
         return ids, len(ids)
 
     rows = [row for row in stage.read(RATINGS) if row["split"] == split]
-    kept, too_long = fitting(stage, f"{RATINGS}, split {split}", rows, encode, limit, key="reward.max_tokens")
+    kept, too_long = fitting(stage, f"{RATINGS}, split {split}", rows, encode, limit, key=f"{stage.name}.max_tokens")
     groups = (kept[start : start + GROUP] for start in range(0, len(kept), GROUP))
     found = [
         Comparison([], [ids for _, ids in group], pairs, ratings=[float(row["rating"]) for row, _ in group])
@@ -45,20 +44,6 @@ def rated_comparisons(
     if not found:
         raise UserError(f"{RATINGS}: no two neighbouring {split} ratings differ; add rows with other ratings")
     return found, too_long
-
-
-def text_comparisons(
-    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, split: str, limit: int
-) -> tuple[list[Comparison], int]:
-    """The same comparisons for DPO and IPO, whose answers need a common prompt: each whole text, its opening included,
-    is an answer to the empty text, of which the model reads only the token that begins a text (bos; eos where the
-    tokenizer has none). The optimum over whole texts, π_ref(text)·exp(R/β)/Z, continues every opening as the optimum of
-    that opening does. Of rows of chat this would make a policy of both sides, so they are refused by the parameters."""
-    bos = tokenizer.bos_token_id
-    start = int(tokenizer.eos_token_id if bos is None else bos)
-    found, too_long = rated_comparisons(stage, tokenizer, split, limit - 1)
-    whole = [[ids[1:] if ids[0] == start else ids for ids in each.responses] for each in found]
-    return [replace(each, prompt=[start], responses=ids) for each, ids in zip(found, whole, strict=True)], too_long
 
 
 def _ordered(group: list[tuple[Row, list[int]]]) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,17 +17,18 @@ from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.scorer import Answers
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer, same_tokens
 from rlhf_core.errors import UserError
-from rlhf_core.models.batch import pad_batch, sequence_scores
+from rlhf_core.models.batch import in_passes, pad_batch, sequence_scores
 from rlhf_core.models.ensemble import Ensemble
 from rlhf_core.models.hf import load_scalar_model
 from rlhf_core.models.scorers import require_room
-from rlhf_core.reward import Comparison, bradley_terry_loss, score_pairs, train_reward_model
+from rlhf_core.models.sequence_logprobs import response_logprobs
+from rlhf_core.reward import Comparison, bradley_terry_loss, pair_batch, score_pairs, train_reward_model
 from rlhf_core.training.loop import Training
 from tasks import reward
 from tasks.datasets.raw import REWARD_BASE, hashes_of_files
 from tasks.training import pairs as comparisons
 from tasks.training.pairs import PREFERENCES
-from tasks.training.ratings import GROUP, RATINGS, rated_comparisons, text_comparisons
+from tasks.training.ratings import GROUP, RATINGS, rated_comparisons
 from tasks.training.scalar_models import ScalarModels
 from tasks.training.scorer import judging_scorer_of
 from tasks.training.trainer_setup import training_run
@@ -359,22 +361,18 @@ def test_every_two_answers_with_different_ratings_are_a_pair_each_with_its_own_p
         assert sorted(comparison.pairs) == [(i, j) for i in places for j in places if values[i] > values[j]]
 
 
-@pytest.mark.parametrize("bos", [None, 3])
-def test_policies_on_pairs_learn_whole_texts_behind_the_token_that_begins_a_text(
-    bos: int | None, asked: list[dict[str, Any]], make_stage: Callable[..., Any]
-) -> None:
-    rows, tokenizer = rated_rows(asked, (1.0, 0.0, -0.5, 0.0, 1.0)), TINY.tiny_tokenizer()
-    stage = make_stage("dpo", CONFIG, [], {RATINGS: rows})
-    rated, _ = rated_comparisons(stage, tokenizer, "train", 63)
-    if bos is not None:  # a token that stands at the beginning already is not written twice
-        bos = rated[0].responses[0][0]
-        tokenizer.bos_token = tokenizer.convert_ids_to_tokens(bos)
-    found, _ = text_comparisons(stage, tokenizer, "train", 64)
-    assert [c.prompt for c in found] == [[tokenizer.eos_token_id if bos is None else bos]] * len(rated)
-    for text, score in zip(found, rated, strict=True):
-        assert text.pairs == score.pairs
-        wanted = score.responses if bos is None else [ids[1:] if ids[0] == bos else ids for ids in score.responses]
-        assert text.responses == wanted
+def test_policies_on_ratings_learn_whole_texts_whose_first_token_is_given() -> None:
+    model = TINY.tiny_lm(seed=1)
+    texts = [[7, 8, 9, 1], [10, 11, 12, 13, 14, 1], [15, 1]]
+    batch, better, worse = pair_batch([Comparison([], texts, [(1, 0)]), Comparison([5], [[6, 1]], [])], 0)
+    assert (better.tolist(), worse.tolist()) == ([1], [0])
+    found = in_passes(partial(response_logprobs, model), batch)
+    whole = response_logprobs(model, batch)
+    for row, (given, rest) in enumerate([*((text[:1], text[1:]) for text in texts), ([5], [6, 1])]):
+        logits = model(torch.tensor([[*given, *rest]])).logits[0, len(given) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(rest)[:, None]).sum()
+        torch.testing.assert_close(whole[row], expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(found[row], expected, atol=1e-4, rtol=0)
 
 
 def test_a_group_of_equal_ratings_is_left_out_and_nothing_left_is_refused(

@@ -574,6 +574,9 @@ def test_all_answers_of_a_conversation_are_cut_out_with_their_ends(kind: str) ->
     assert [*prompt, *response] == encode_prompt(tokenizer, TALK) + encode_response(tokenizer, "A grain.")
     answers = [token for token, imitated in zip(response, counted, strict=True) if imitated]
     assert answers == encode_response(tokenizer, "A drink.") + encode_response(tokenizer, "A grain.")
+    spaced = [{**message, "content": f" {message['content']}\n"} if message["role"] == "assistant" else message
+              for message in TALK]  # fmt: skip
+    assert encode_turns(tokenizer, spaced, "A grain.") == (prompt, response, counted)
     alone = encode_turns(tokenizer, TALK[:1], "A drink.")
     assert alone[:2] == (prompt, encode_response(tokenizer, "A drink."))
     assert all(alone[2])

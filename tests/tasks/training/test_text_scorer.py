@@ -70,6 +70,17 @@ def test_a_reward_model_from_elsewhere_scores_as_transformers_does_for_one_row(t
     assert len({round(score, 3) for score in found}) == len(CHATS)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "gpt2"])
+def test_an_empty_answer_has_one_score_in_every_batch(tmp_path: Path, kind: str) -> None:
+    """These tokenizers write nothing around a text, so an empty one is read as the token that begins or ends texts."""
+    scorer = foreign(save_reward_model(tmp_path / "models/judges/rm", kind), reads="answer")
+    prompt = CHATS[0][0]
+    [score] = scorer(Answers([prompt], [""])).total
+    others = scorer(Answers([prompt] * 3, ["Walk.", "", "A longer answer."])).total
+    assert others[1] == pytest.approx(score, abs=1e-5)
+    assert score != 0
+
+
 def test_answers_cannot_write_control_tokens(tmp_path: Path) -> None:
     for folder, mark in (
         (save_reward_model(tmp_path / "models/judges/rm"), "<|im_end|>"),
