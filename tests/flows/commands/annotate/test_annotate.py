@@ -317,6 +317,6 @@ def test_refusals_of_the_command_have_exit_code_2(served: Served, tmp_path: Path
 def test_without_names_the_user_of_the_machine_labels(served: Served, tmp_path: Path) -> None:
     source = write_questions(tmp_path / "own.jsonl", 2)
     assert list(served.start("--from", str(source))) == ["owner"]
-    assert served.stop(signal.SIGTERM).splitlines()[-1] == "error: stopped; nothing is left running"
+    assert "error: stopped; nothing is left running" in served.stop(signal.SIGTERM).splitlines()
     assert served.process is not None
     assert served.process.returncode == 143
