@@ -24,8 +24,9 @@ CONSTANT = "data/check_data.ok"
 def execute(stage: Stage[Block]) -> None:
     """Raise UserError for raw data that `ingest` or a later stage would refuse."""
     params, cache = cheapest(stage.block("ingest", IngestParams)), stage.state_dir / "datasets"
-    prepared = prepare(params, RAW, cache, stage.log, stage.blocks[SFT_ENABLED])
-    if stage.blocks[REWARD_MODEL]:
+    rewarded = stage.blocks[REWARD_MODEL]
+    prepared = prepare(params, RAW, cache, stage.log, stage.blocks[SFT_ENABLED], rewarded)
+    if rewarded:
         require_pairs(prepared, stage.block("preferences", PreferencesParams).source)
         require_ratings(prepared, stage.block("ingest", IngestParams).rating_column)
     named = stage.blocks[RAW_FILES]

@@ -28,7 +28,8 @@ from tasks.stage.stage import Stage
 
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/ and metrics/ingest.json. Raises UserError for data that cannot be used."""
-    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log, stage.blocks[SFT_ENABLED])
+    trained = stage.blocks[SFT_ENABLED], stage.blocks[REWARD_MODEL]
+    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log, *trained)
     column = stage.params.rating_column
     divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels, column)
     sizes: Counter[str] = Counter()

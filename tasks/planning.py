@@ -8,18 +8,23 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from itertools import islice
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
+import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlhf_core.config.dpo import PairConfig
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.classifiers import model_folder
+from rlhf_core.data.tokenizer import complete, encode_response, read_tokenizer
 from rlhf_core.errors import UserError
-from rlhf_core.gguf import gguf_in, load_gguf_config
+from rlhf_core.gguf import gguf_in, load_gguf_config, load_gguf_tokenizer
 from rlhf_core.loading import load_config, loading
 from rlhf_core.models.hf import shapes_in
 from rlhf_core.planning import (
@@ -47,6 +52,7 @@ from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.params.scorer import JUDGES, uses_reward_model
 from tasks.params.variant import merged
 from tasks.stage.dvc_files import open_project
+from tasks.stage.long_rows import prompts_once
 from tasks.tracking import record
 
 USABLE = 0.95
@@ -56,9 +62,9 @@ SAMPLED = ("judge", "model", "both")
 """Sources of preferences that sample answers."""
 SAVES = 0.01
 """A change that saves a smaller share of the peak is left out."""
-FLOPS = {"CPU": 1.5e11, "float32": 2e13, "bfloat16": 3e14}
-"""Floating-point operations a second of large products, by one thread of a CPU and by a GPU (about an A100), as the
-formula for times assumes them."""
+FLOPS = {"float32": 2e13, "bfloat16": 3e14}
+"""Floating-point operations a second of large products by a GPU (about an A100), as the formula for times assumes them.
+Those of a CPU are measured."""
 SHARE, SAMPLING_SHARE = 0.3, 0.05
 """What training and reading reach of it, and sampling token by token. Assumptions."""
 ANY_GPU = "GPU"
@@ -69,8 +75,8 @@ SPEED = ("processes", "sharding", "lora", "gradient_checkpointing", "engine")
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens that a stage processes, each times the models that process it. At most: every row has its longest
-    length."""
+    """Tokens that a stage processes, each times the models that process it. Rows have the mean length of those of
+    `ingest`, where it has run, and else their longest length; sampled answers always have the longest."""
 
     samples: int = 0
     sampled: int = 0
@@ -190,13 +196,20 @@ def plan_run(
     params, accelerator = parse(Params, content, file=file), device != "cpu"
     model = Model.of(config_of(params, root, folder), params.trust_remote_code, params.precision, accelerator)
     rows, limit = rows_of(content, params, root), USABLE * memory
+    if rows is not None and rows.of_ingest:
+        rows = replace(rows, means=means_of(params, root, folder))
     earlier = earlier_runs(params, root, device) if folder is None else {}  # of a folder no run is known
-    speed = FLOPS[params.precision] if accelerator else FLOPS["CPU"] * params.threads
+    speed = FLOPS[params.precision] if accelerator else measured_speed(params.precision, params.threads)
     others = scoring_of(params, root, model)
     planned, stages = list(stages_of(params, model, rows, prompt_tokens, others)), dict[str, Any]()
+
+    def with_means(counts: Mapping[str, int] | None) -> Rows | None:
+        return rows if counts is None else Rows(counts, means=rows.means if rows else {})
+
     works = {
         name: {
-            stage.name: stage.work for stage in stages_of(run.params, model, run.rows or rows, prompt_tokens, others)
+            stage.name: stage.work
+            for stage in stages_of(run.params, model, with_means(run.rows), prompt_tokens, others)
         }
         for name, run in earlier.items()
     }
@@ -237,7 +250,8 @@ def plan_run(
     return {
         "parameters": parameters,
         "prompt_tokens": prompt_tokens or longest_prompt(params),
-        "rows": rows,
+        "rows": None if rows is None else rows.counts,
+        "measured_lengths": bool(rows and rows.means),
         "stages": stages,
         "seconds": None if None in known else sum(known),
         "flops": speed,
@@ -254,10 +268,73 @@ def plan_run(
 DATASETS = ("demonstrations", "pairs", "ratings", "preference_prompts", "ppo_prompts", "heldout")
 
 
-def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, int] | None:
-    """Rows of each dataset: of `ingest` if dvc.lock has it with these parameters and the hashes of the present files,
-    else by the shares of `ingest.split` from the settings of the demo data or the files that the parameters name. None
-    where these are not here. Raises UserError where a file of DVC's is broken."""
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a run."""
+
+    counts: Mapping[str, int]
+    """Of each dataset."""
+    of_ingest: bool = False
+    """Whether they are those of `ingest`, not an estimate."""
+    means: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean tokens of a prompt and of an answer of each dataset, where they are known; 0 for no answer."""
+
+    def lengths(self, dataset: str, longest: Lengths, sampled: bool = False) -> Lengths:
+        """The mean lengths of a dataset's rows, at most the `longest`, which are returned where none are known.
+        `sampled`: the answers are not those of the rows."""
+        prompt, answer = self.means.get(dataset, (longest.prompt, longest.response))
+        answer = longest.response if sampled else min(round(answer), longest.response)
+        return Lengths(min(round(prompt), longest.prompt), answer)
+
+
+def means_of(params: Any, root: Path, folder: Path | None) -> dict[str, tuple[float, float]]:
+    """`Rows.means` from up to 500 rows of each dataset of `ingest`; empty without a tokenizer on this machine."""
+    scratch = params.base.source == "scratch"
+    place = folder or (root / "models/base" if scratch else root / "data/raw" / params.base.pretrained.model)
+    try:
+        if gguf := gguf_in(place):
+            tokenizer = load_gguf_tokenizer(gguf)
+        elif place.is_dir():
+            tokenizer = read_tokenizer(place)
+        else:
+            return {}
+        plain = params.base.format == "text"
+        tokenizer, _ = complete(tokenizer, params.base.pad_token, plain, params.base.chat_template_kwargs)
+    except (UserError, OSError, ValueError):  # `base` says what is wrong; this is an estimate
+        return {}
+    found = {}
+    for name in DATASETS:
+        with (root / "data" / "ingest" / f"{name}.jsonl").open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in islice(file, 500) if line.strip()]
+        ids = prompts_once(tokenizer)
+        texts = [row[key] for row in rows for key in ("response", "chosen", "rejected") if key in row]
+        answers = [len(encode_response(tokenizer, text)) for text in texts]
+        if rows:
+            found[name] = mean(len(ids(row)) for row in rows), mean(answers or [0])
+    return found
+
+
+@cache
+def measured_speed(precision: str, threads: int) -> float:
+    """Floating-point operations a second of large products on this CPU, measured for a quarter of a second."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        one = torch.randn(1024, 1024).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+        speeds, start = list[float](), time.perf_counter()
+        while time.perf_counter() - start < 0.25 or len(speeds) < 3:
+            began = time.perf_counter()
+            one @ one
+            speeds.append(2 * 1024**3 / (time.perf_counter() - began))
+        return median(speeds)
+    finally:
+        torch.set_num_threads(before)
+
+
+def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> Rows | None:
+    """Rows of each dataset, without lengths: of `ingest` if dvc.lock has it with these parameters and the hashes of the
+    present files, else by the shares of `ingest.split` from the settings of the demo data or the files that the
+    parameters name. None where these are not here. Raises UserError where a file of DVC's is broken."""
     ingest, split, raw, sft = params.ingest, params.ingest.split, root / "data" / "raw", params.sft.enabled
     made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
     if all(path.is_file() for path in made.values()):
@@ -269,7 +346,7 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
                 used = [file for file in stage.inputs if file.path == "data/raw"]
                 used += [file for file in stage.outs if Path(file.path).stem in DATASETS]
                 if all(file.exists and file.known_hash() == file.recorded for file in used):
-                    return {name: _lines(path) for name, path in made.items()}
+                    return Rows({name: _lines(path) for name, path in made.items()}, of_ingest=True)
     files: list[Path] = []
     if ingest.source == "files":
         places = [below_raw(raw, path, "ingest.files.path") for path in ingest.files.paths]
@@ -298,7 +375,7 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> dict[str, in
     counts = {"demonstrations": prompts * imitated * each, "pairs": prompts * compared * pairs}
     counts |= dict.fromkeys(("ratings", "preference_prompts"), prompts * compared)
     counts |= {"ppo_prompts": prompts * rolled_out, "heldout": heldout}
-    return {name: round(counts[name]) for name in DATASETS}
+    return Rows({name: round(counts[name]) for name in DATASETS})
 
 
 def _lines(path: Path) -> int:
@@ -402,8 +479,9 @@ def times_of(
 
 
 def longest_prompt(params: Any) -> int:
-    """Tokens of a prompt that leaves the reward model room for an answer."""
-    return max(1, int(params.reward.max_tokens) - int(params.preferences.max_new_tokens))
+    """Tokens of a prompt that leaves the reward model room for an answer, of `preferences` if it samples or of PPO."""
+    sampler = params.preferences if params.preferences.source in SAMPLED else params.ppo
+    return max(1, int(params.reward.max_tokens) - int(sampler.max_new_tokens))
 
 
 def settings_of(params: Any, stage: str) -> Any:
@@ -416,28 +494,28 @@ def settings_of(params: Any, stage: str) -> Any:
 def stages_of(
     params: Any,
     model: Model,
-    rows: Mapping[str, int] | None,
+    known: Rows | None,
     prompt_tokens: int | None = None,
     others: Scoring = Scoring(),
 ) -> Iterator[PlannedStage]:
     """The stages of valid parameters that compute with a model, in the order of the graph."""
     prompt, judged = prompt_tokens or longest_prompt(params), params.preferences
-    samples = judged.source in SAMPLED
-    answers = judged.samples_per_prompt if samples else 2
+    samples, rated = judged.source in SAMPLED, judged.source == "ratings"
+    answers = judged.samples_per_prompt if samples else 1 if rated else 2
+    rows, known = (None, Rows({})) if known is None else (known.counts, known)
     learns = uses_reward_model(params.scorer)
     scorers = (params.reward.members + (params.reward.judge_share > 0)) if learns else 0
     on_body = scorers if others.base is None else 0  # as many scorers have the policy's body
     training = 1 - params.ingest.split.validation
     compared = None  # prompts with their answers, of the reward model and of DPO
     if rows is not None:
-        compared = (
-            rows["ratings"] if judged.source == "ratings" else rows["preference_prompts"] if samples else rows["pairs"]
-        )
+        compared = rows["ratings"] if rated else rows["preference_prompts"] if samples else rows["pairs"]
         compared = round(training * (compared + (rows["pairs"] if judged.source == "both" else 0)))
 
     def sft(name: str, config: SFTConfig, count: float | None) -> PlannedStage:
         lengths = _within(prompt, config.max_tokens)
-        work = None if count is None else Work(trained=round(count * config.epochs) * lengths.whole)
+        whole = known.lengths("demonstrations", lengths).whole
+        work = None if count is None else Work(trained=round(count * config.epochs) * whole)
         return PlannedStage(name, lambda: sft_phases(model, config, lengths), work)
 
     def pairs(name: str, config: Any) -> PlannedStage:
@@ -445,7 +523,10 @@ def stages_of(
         plan, trained = pair_phases if is_policy else reward_phases, model if is_policy else others.base or model
         work = None
         if compared is not None:
-            tokens = compared * (lengths.prompt + answers * lengths.response)
+            usual = known.lengths(
+                "ratings" if rated else "preference_prompts" if samples else "pairs", lengths, samples
+            )
+            tokens = compared * (usual.prompt + answers * usual.response)
             times = config.epochs * getattr(config, "members", 1)
             work = Work(trained=round(times * tokens * trained.products / model.products), read=tokens * is_policy)
         return PlannedStage(name, lambda: plan(trained, config, lengths, answers), work)
@@ -454,7 +535,7 @@ def stages_of(
         lengths = Lengths(min(prompt, config.max_prompt_tokens or prompt), config.max_new_tokens)
         critic = int(config.needs_critic_model)
         count = config.steps * config.batch_size
-        tokens = count * lengths.whole
+        tokens = count * known.lengths("ppo_prompts", lengths, sampled=True).whole
         work = Work(
             samples=count,
             sampled=count * lengths.response,
@@ -502,7 +583,8 @@ def stages_of(
     each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, settings.optimum_samples - seeds)
     drawn = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
     whole = Lengths(min(prompt, settings.max_prompt_tokens or prompt), settings.max_new_tokens)
-    read = round(drawn * whole.whole * (2 + others.passes(model, scorers, judges=True)))
+    usual = known.lengths("heldout", whole, sampled=True).whole
+    read = round(drawn * usual * (2 + others.passes(model, scorers, judges=True)))
 
     def evaluation() -> list[Phase]:
         return others.beside(evaluate_phases(model, size, whole, seeds, on_body, between), scorers, judges=True)

@@ -70,10 +70,10 @@ def render(plan: Mapping[str, Any]) -> str:
     verb = "fits into" if plan["fits"] else "does NOT fit into"
     parts = [
         "parameters: " + ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items()),
-        f"longest prompt: {plan['prompt_tokens']} tokens; every row is planned at its longest",
+        f"longest prompt: {plan['prompt_tokens']} tokens; memory is that of the longest rows",
         "\n".join([table(memory), "* the stage's peak", "", *models]),
-        f"{table(work)}\n{_rows(plan['rows'])}; every row at its longest; formula: {SHARE:.0%} of "
-        f"{plan['flops'] / 1e12:.3g} TFLOP/s (assumed)",
+        f"{table(work)}\n{_rows(plan['rows'])}; {_lengths(plan)}; formula: {SHARE:.0%} of "
+        f"{plan['flops'] / 1e12:.3g} TFLOP/s ({'measured' if plan['device'] == 'host' else 'assumed'})",
         "disk: " + ", ".join(f"{name} {_number(size)} GB" for name, size in plan["disk"].items()),
         *changes,
         f"peak {_number(plan['peak'])} GB: {verb} {USABLE:.0%} of {_number(plan['memory'])} GB ({plan['device']})",
@@ -94,6 +94,12 @@ def _rows(rows: Mapping[str, int] | None) -> str:
     if rows is None:
         return "rows: not known before the data are here"
     return "rows: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items())
+
+
+def _lengths(plan: Mapping[str, Any]) -> str:
+    if plan["measured_lengths"]:
+        return "each of the mean length in its dataset, and sampled answers at their longest"
+    return "every row at its longest" + (" (`leash run ingest` measures them)" if plan["rows"] else "")
 
 
 def _number(size: float) -> str:

@@ -60,16 +60,26 @@ class Prepared:
 
 
 def prepare(
-    params: IngestParams, raw: Path = RAW, cache: Path | None = None, log: Log = print, sft: bool = True
+    params: IngestParams,
+    raw: Path = RAW,
+    cache: Path | None = None,
+    log: Log = print,
+    sft: bool = True,
+    rewarded: bool = True,
 ) -> Prepared:
-    """Read and clean the raw data, and assign the shares; the labels of `params.labels` change no share. `sft`: whether
-    the stage `sft` trains. Raises UserError for data that cannot be read, that the parameters refuse, or that are too
-    few for a share; several problems are printed by `log`."""
-    return arrange(read(params, raw, cache, log), read_labels(params.labels, raw, log), params, log, sft)
+    """Read and clean the raw data, and assign the shares; the labels of `params.labels` change no share. `sft`,
+    `rewarded`: whether the stages `sft` and `reward` train. Raises UserError for data that cannot be read, that the
+    parameters refuse, or that are too few for a share; several problems are printed by `log`."""
+    return arrange(read(params, raw, cache, log), read_labels(params.labels, raw, log), params, log, sft, rewarded)
 
 
 def arrange(
-    examples: list[Example], added: list[Example], params: IngestParams, log: Log = print, sft: bool = True
+    examples: list[Example],
+    added: list[Example],
+    params: IngestParams,
+    log: Log = print,
+    sft: bool = True,
+    rewarded: bool = True,
 ) -> Prepared:
     """The same for rows that were read; `added` are those of `params.labels`."""
     examples = [example.cut(params.opening_words) for example in examples] + added
@@ -81,7 +91,7 @@ def arrange(
     require_ratings(kept, params.rating_column, log)
     if (rated := mark_low(kept, params.rating_column, params.sft_rating_above)) is not None and sft:
         log(f"SFT imitates {rated[1]:,} rated answers, those above {rated[0]:g} (ingest.sft_rating_above)")
-    assignment = assign(kept, params.split, params.seed, sft)
+    assignment = assign(kept, params.split, params.seed, sft, rewarded)
     heldout = [example for example in kept if "heldout" in assignment.share[example.opening]]
     labels, leaked = without_leaks([e for e in clean if id(e) in of_labels], heldout, params, log)
     ties = [example for example in own + labels if example.tie]

@@ -77,7 +77,7 @@ class SplitParams(Block):
     """`true`: SFT, reward model and PPO use all training prompts that have rows of their kind, and `demonstrations`,
     `preferences` and `ppo` are not used; one set of validation prompts is kept from all three. `false`: a prompt serves
     one purpose. null: true with fewer than 3,000 training prompts, where a part of them is too few for a reward
-    model."""
+    model, and where no reward model is trained, which would leave its part unused."""
     demonstrations: Fraction = 0.5
     """Share of the training prompts for SFT; with `sft.enabled: false` it goes to the other two."""
     preferences: Fraction = 0.3

@@ -4,15 +4,19 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, LlamaConfig
 
 from flows.commands.plan import render
 from rlhf_core.config.lora import LoraSettings
+from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import load_classifier
 from rlhf_core.planning import Model
@@ -23,10 +27,13 @@ from tasks.params.variant import merged
 from tasks.planning import (
     ANY_GPU,
     DATASETS,
+    Rows,
     Work,
     changes_of,
     disk_of,
     earlier_runs,
+    means_of,
+    measured_speed,
     plan_run,
     rows_of,
     stages_of,
@@ -50,7 +57,8 @@ def params(change: dict[str, Any]) -> Any:
 
 
 def rows(change: dict[str, Any], root: Path) -> dict[str, int] | None:
-    return rows_of(content(change), params(change), root)
+    found = rows_of(content(change), params(change), root)
+    return None if found is None else dict(found.counts)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -87,7 +95,7 @@ def test_rows_are_those_of_ingest_and_an_empty_file_has_none(ingested: Path) -> 
     """That there are none is known: it is no unknown number."""
     found = rows(FILES, ingested)
     assert found == INGESTED
-    stages = {stage.name: stage for stage in stages_of(params(FILES), SMALL, found)}
+    stages = {stage.name: stage for stage in stages_of(params(FILES), SMALL, Rows(found))}
     assert stages["sft"].work is not None
     assert stages["dpo"].work == stages["reward"].work == stages["evaluate"].work == Work()
     plan = plan_run(content(FILES), ingested, 1e12, "cpu")
@@ -179,8 +187,45 @@ def test_the_reward_model_reads_every_answer_once() -> None:
     """Four answers to each of 100 prompts, less the tenth that validates; an epoch."""
     counted = dict.fromkeys(DATASETS, 100)
     found = params({"reward": {"epochs": 1, "max_tokens": 30}, "preferences": {"max_new_tokens": 20}})
-    stage = next(stage for stage in stages_of(found, SMALL, counted) if stage.name == "reward")
+    stage = next(stage for stage in stages_of(found, SMALL, Rows(counted)) if stage.name == "reward")
     assert stage.work == Work(trained=90 * (10 + 4 * 20))
+
+
+def test_rated_texts_are_read_once() -> None:
+    """A row of ratings is one text, not a pair; its prompt leaves room for an answer of PPO."""
+    change = {"ingest": FILES["ingest"] | {"rating_column": "stars"}, "preferences": {"source": "ratings"}}
+    change |= {"reward": {"epochs": 1, "max_tokens": 30}, "ppo": {"max_new_tokens": 20}, "dpo": {"enabled": False}}
+    counted = dict.fromkeys(DATASETS, 100)
+    stage = next(stage for stage in stages_of(params(change), SMALL, Rows(counted)) if stage.name == "reward")
+    assert stage.work == Work(trained=90 * (10 + 20))
+
+
+def test_lengths_are_those_of_ingest_where_it_has_run(ingested: Path) -> None:
+    """Means of tokens for the work; memory is still that of the longest rows."""
+    model = save_language_model(ingested / "data/raw/base")
+    change = merged(FILES, {"base": {"source": "pretrained", "pretrained": {"model": "base"}}})
+    texts = ["good", "good good good good good good good good"]
+    prompt = [{"role": "user", "content": "a"}]
+    rows = [{"prompt_id": text, "prompt": prompt, "response": text, "split": "train"} for text in texts]
+    (ingested / "data/ingest/demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = load_tokenizer(model)
+    prompt_tokens = len(encode_prompt(tokenizer, prompt))
+    answers = [len(encode_response(tokenizer, text)) for text in texts]
+    found = means_of(params(change), ingested, None)
+    assert found == {"demonstrations": (prompt_tokens, mean(answers))}
+    known = Rows({"demonstrations": 20} | dict.fromkeys(DATASETS[1:], 0), means=found)
+    short, longest = (next(stages_of(params(change), SMALL, rows)) for rows in (known, replace(known, means={})))
+    assert short.work is not None
+    assert longest.work is not None
+    epochs = params(change).sft.epochs
+    assert short.work.trained == round(18 * epochs) * (prompt_tokens + round(mean(answers))) < longest.work.trained
+    assert short.peak() == longest.peak()
+
+
+def test_the_speed_of_this_cpu_is_measured_and_its_threads_stay() -> None:
+    before = torch.get_num_threads()
+    assert 1e8 < measured_speed("float32", 1) < 1e14
+    assert torch.get_num_threads() == before
 
 
 def run_before(root: Path, change: dict[str, Any], seconds: int, stage: str = "ppo", **facts: Any) -> None:

@@ -1,9 +1,11 @@
-"""The picture of a study: PPO's gold score over √KL for each setting, with the alternatives as points."""
+"""The picture of a study: PPO's gold score and reward over √KL for each setting, with the alternatives as points."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 
 from flows.commands.study.trials import Trial
@@ -15,49 +17,59 @@ Point = tuple[float, float]
 
 PPO_FAMILIES = {"sft", "ppo", "interpolated", "policy"}
 """Families of plots/frontier.csv that PPO's frontier is read from."""
+SCORES = {"gold": "gold score", "reward": "reward"}
+"""Columns of plots/frontier.csv, one for each panel, in words."""
 PLACES = 60
 """Places at which a majorant is drawn."""
 
 
 def draw(groups: dict[str, list[Trial]]) -> bytes | None:
     """The PNG, from the finished trials of each setting: a thin line for each seed, a thick one for their mean, and the
-    alternatives and the optimum (dashed) of the first setting. None where no trial has snapshots with a gold score."""
-    lines = {name: [line for trial in group if (line := _majorant(trial))] for name, group in groups.items()}
-    lines = {name: found for name, found in lines.items() if found}
-    if not lines:
+    alternatives and the optimum (dashed) of the first setting; the gold score, and beside it the reward, which PPO
+    maximises. None where no trial has snapshots with a gold score."""
+    panels = {key: lines for key in SCORES if (lines := _lines(groups, key))}
+    if "gold" not in panels:
         return None
-    first = [trial for trial in groups[next(iter(lines))] if _majorant(trial)]
     with styled():
-        figure, (axes,) = canvas("Gold score against KL, mean of the seeds")
-        figure.set_size_inches(figure.get_figwidth(), 4.8)
-        base = np.array(to_rgb(POLICY))
-        for rank, (name, found) in enumerate(lines.items()):
-            colour: Any = tuple(base + (1 - base) * 0.65 * rank / max(1, len(lines) - 1))
-            for line in found if len(found) > 1 else []:
-                axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.7, alpha=0.5)
-            axes.plot(*mean_line(found), color=colour, label=f"PPO, {name}")
-        optima = [
-            [(_root(row["kl"]), row["gold"]) for row in rows]
-            for trial in first
-            if (
-                rows := [r for r in trial.metrics.get("evaluate", {}).get("optimum") or [] if r.get("gold") is not None]
-            )
-        ]
-        if optima:
-            axes.plot(*mean_line(optima), color=MUTED, label="the optimum", linestyle=(0, (5, 3)))
-        others = [row for trial in first for row in trial.frontier if row["family"] not in PPO_FAMILIES]
-        for family in dict.fromkeys(row["family"] for row in others):
-            best_of = family == "best_of_n"
-            points = [row for row in others if row["family"] == family and not (best_of and row["point"] == 1)]
-            axes.plot(
-                [_root(row["kl"]) for row in points], [row["gold"] for row in points], "o" if best_of else "D",
-                label="best-of-n" if best_of else label(family), color=colour_of(family), markersize=4.5, alpha=0.85,
-                zorder=3,
-            )  # fmt: skip
-        label_axes(axes, "gold score", "√KL from SFT (KL in nats per answer)")
-        handles, labels = axes.get_legend_handles_labels()
+        figure, places = canvas("Score against KL, mean of the seeds", columns=len(panels))
+        figure.set_size_inches(figure.get_figwidth() * (1 + 0.5 * (len(panels) - 1)), 4.8)
+        for axes, (key, lines) in zip(places, panels.items(), strict=True):
+            _panel(axes, lines, [trial for trial in groups[next(iter(lines))] if _majorant(trial, key)], key)
+            label_axes(axes, SCORES[key], "√KL from SFT, KL in nats per answer")
+        handles, labels = places[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=3, handlelength=1.6, columnspacing=1.2)
         return png(figure)
+
+
+def _lines(groups: dict[str, list[Trial]], key: str) -> dict[str, list[list[Point]]]:
+    """The lines of each setting's seeds; no setting without a line."""
+    lines = {name: [line for trial in group if (line := _majorant(trial, key))] for name, group in groups.items()}
+    return {name: found for name, found in lines.items() if found}
+
+
+def _panel(axes: Axes, lines: dict[str, list[list[Point]]], first: Sequence[Trial], key: str) -> None:
+    base = np.array(to_rgb(POLICY))
+    for rank, (name, found) in enumerate(lines.items()):
+        colour: Any = tuple(base + (1 - base) * 0.65 * rank / max(1, len(lines) - 1))
+        for line in found if len(found) > 1 else []:
+            axes.plot(*zip(*line, strict=True), color=colour, linewidth=0.7, alpha=0.5)
+        axes.plot(*mean_line(found), color=colour, label=f"PPO, {name}")
+    optima = [
+        [(_root(row["kl"]), row[key]) for row in rows]
+        for trial in first
+        if (rows := [r for r in trial.metrics.get("evaluate", {}).get("optimum") or [] if r.get(key) is not None])
+    ]
+    if optima:
+        axes.plot(*mean_line(optima), color=MUTED, label="the optimum", linestyle=(0, (5, 3)))
+    others = [row for trial in first for row in trial.frontier if row["family"] not in PPO_FAMILIES]
+    for family in dict.fromkeys(row["family"] for row in others):
+        best_of = family == "best_of_n"
+        points = [row for row in others if row["family"] == family and not (best_of and row["point"] == 1)]
+        axes.plot(
+            [_root(row["kl"]) for row in points], [row[key] for row in points], "o" if best_of else "D",
+            label="best-of-n" if best_of else label(family), color=colour_of(family), markersize=4.5, alpha=0.85,
+            zorder=3,
+        )  # fmt: skip
 
 
 def mean_line(lines: Sequence[Sequence[Point]]) -> tuple[list[float], list[float]]:
@@ -68,12 +80,12 @@ def mean_line(lines: Sequence[Sequence[Point]]) -> tuple[list[float], list[float
     return places, [float(height) for height in np.mean(heights, axis=0)]
 
 
-def _majorant(trial: Trial) -> list[Point]:
-    """The concave majorant of PPO's gold over KL, over √KL; empty for a trial with less than two points."""
-    rows = [row for row in trial.frontier if row["family"] in PPO_FAMILIES]
+def _majorant(trial: Trial, key: str) -> list[Point]:
+    """The concave majorant of PPO's score over KL, over √KL; empty for a trial with less than two points."""
+    rows = [row for row in trial.frontier if row["family"] in PPO_FAMILIES and pd.notna(row.get(key))]
     if len(rows) < 2:
         return []
-    kls, scores = [row["kl"] for row in rows], [row["gold"] for row in rows]
+    kls, scores = [row["kl"] for row in rows], [row[key] for row in rows]
     places = [max(kls) * (part / PLACES) ** 2 for part in range(PLACES + 1)]
     return [(_root(kl), height) for kl in places if (height := majorant_at(kl, kls, scores)) is not None]
 

@@ -139,7 +139,7 @@ class Study:
         space = Workspace(self.home, trial.name, self.commit, trial.overrides)
         path = self.folder / "logs" / f"{trial.name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as log, workspace.opened(space):
+        with path.open("w", encoding="utf-8", buffering=1) as log, workspace.opened(space):
 
             def receive(line: str) -> None:
                 log.write(f"{line}\n")

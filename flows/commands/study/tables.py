@@ -4,6 +4,7 @@ are means over training seeds, with intervals that contain the variance between 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean, variance
 from typing import Any
 
@@ -82,8 +83,13 @@ COLUMNS = {
     "share of the optimum": metric("evaluate", "models", "policy", "optimum_share"),
     "without end token": metric("evaluate", "missing_eos_share"),
     "reward": metric("evaluate", "models", "policy", "reward"),
+    "tokens per answer": metric("evaluate", "models", "policy", "response_tokens"),
+    "distinct-2": metric("evaluate", "models", "policy", "distinct_2"),
     "reward model accuracy": metric("reward", "heldout_accuracy"),
 }
+
+COMPARED = {"gold": "gold", "reward": "reward", "KL, nats": "kl", "tokens per answer": "response_tokens"}
+"""What is shown of every method, with its key."""
 
 
 def report(call: Call, trials: Sequence[Trial]) -> str:
@@ -105,10 +111,11 @@ def report(call: Call, trials: Sequence[Trial]) -> str:
         seconds = f"{sum(times) / len(times):.0f}" if times else ""
         settings.append([name, str(len(group)), *cells, alerts(group), seconds])
 
-    score = "gold" if any(COLUMNS["gold"](trial)[0] is not None for trial in trials) else "reward"
-    methods, leads = [[score, *groups]], [["PPO less, at its KL", *groups]]
-    for model in _keys(trials, "models"):
-        methods.append([label(model), *map(text, means(metric("evaluate", "models", model, score)))])
+    methods = {name: [[name, *groups]] for name in COMPARED}
+    for name, model in product(COMPARED, _keys(trials, "models")):
+        if any(row := means(metric("evaluate", "models", model, COMPARED[name]))):
+            methods[name].append([label(model), *map(text, row)])
+    leads = [["PPO less, at its KL", *groups]]
     for model in _keys(trials, "frontier"):  # cross-fitted; nothing outside the KL of PPO's snapshots
         leading = means(metric("evaluate", "frontier", model, "gold_gap"))
         if any(leading):
@@ -124,7 +131,8 @@ def report(call: Call, trials: Sequence[Trial]) -> str:
             alerts([trial]) if trial.metrics else "", "" if trial.seconds is None else f"{trial.seconds:.0f}",
         ])  # fmt: skip
 
-    tables = {"Settings": settings, "Compared methods": methods, "PPO and the alternatives at equal KL": leads}
+    tables = {"Settings": settings} | {f"Compared methods: {name}": rows for name, rows in methods.items()}
+    tables["PPO and the alternatives at equal KL"] = leads
     tables["Trials"] = each
     parts = [f"### {title}\n\n{markdown(cells)}" for title, cells in tables.items() if len(cells) > 1]
     failed = [f"- {trial.name} FAILED: {trial.message}" for trial in trials if trial.state == FAILED]

@@ -70,9 +70,11 @@ def rank(seed: int, text: str) -> bytes:
     return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
-def assign(examples: list[Example], split: SplitParams, seed: int, sft: bool = True) -> Assignment:
+def assign(
+    examples: list[Example], split: SplitParams, seed: int, sft: bool = True, rewarded: bool = True
+) -> Assignment:
     """The shares of every opening. Held-out rows of the data are the held-out share; without any, a fraction is drawn.
-    `sft`: whether the stage `sft` trains.
+    `sft`, `rewarded`: whether the stages `sft` and `reward` train.
 
     Fractions are of distinct prompts, exact up to the prompts of one opening. Raises UserError for a share with too few
     prompts.
@@ -82,7 +84,10 @@ def assign(examples: list[Example], split: SplitParams, seed: int, sft: bool = T
     training_rows = [example for example in examples if not example.heldout]
     strata, sizes = _strata(training_rows, sft), _sizes(training_rows)
     present = {kind for kinds in strata for kind in kinds} - {LOW}
-    shared = (1.0 - heldout) * sizes.total() < FEW_PROMPTS if split.share is None else split.share
+    few = not rewarded or (1.0 - heldout) * sizes.total() < FEW_PROMPTS
+    shared = few if split.share is None else split.share
+    if shared and not any(example.kind == "prompt" for example in training_rows):
+        present -= {"prompt"}  # demonstrations that serve as prompts do not replace those of pairs
     for kinds, openings in strata.items():
         weights = _weights(kinds, present, split, sft)
         training = {Shares({name}): (1.0 - heldout) * weight for name, weight in weights.items()}

@@ -183,6 +183,27 @@ def test_shared_prompts_serve_what_their_rows_are_for():
     assert uses == {"demonstration": {"demonstrations", "ppo"}, "pair": {"preferences", "ppo"}}
 
 
+def test_without_sft_demonstrations_are_prompts_and_take_no_pairs_prompts_from_ppo():
+    rows = make("demonstration", texts("d", 100)) + make("pair", texts("p", 100)) + make("prompt", texts("x", 100))
+    for kinds, expected in (
+        (("demonstration", "pair"), {"demonstration": {"ppo"}, "pair": {"preferences", "ppo"}}),
+        (("demonstration", "pair", "prompt"), {"demonstration": {"ppo"}, "pair": {"preferences"}, "prompt": {"ppo"}}),
+    ):
+        used = [row for row in rows if row.kind in kinds]
+        found = assign(used + HELDOUT, SHARED, 1, sft=False)
+        uses = {row.kind: set() for row in used}
+        for row in used:
+            uses[row.kind] |= found.share[row.opening]
+        assert uses == expected
+
+
+def test_prompts_are_shared_where_no_reward_model_is_trained():
+    default, many = SPLIT.model_copy(update={"share": None}), make("prompt", texts("q", 4000))
+    assert assign(many, default, 1, sft=False, rewarded=False).shared
+    assert not assign(many, default, 1, sft=False).shared
+    assert not assign(many, SPLIT, 1, sft=False, rewarded=False).shared
+
+
 def test_few_prompts_are_shared_and_many_are_not():
     few, many = make("pair", texts("q", 3300)), make("pair", texts("q", 3400))
     default = SPLIT.model_copy(update={"share": None})

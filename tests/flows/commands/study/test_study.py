@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,6 +17,7 @@ from flows import workspace
 from flows.cli import main
 from flows.commands.study.study import Study
 from flows.commands.study.trials import Call, Space, Trial, read_params
+from rlhf_core.errors import UserError
 from tasks.records.recorded import read_results
 from tests.conftest import call, clean_environment
 from tests.faults.conftest import until
@@ -120,6 +121,22 @@ def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch:
     made.run_trial(trial)
     assert trial.state == "failed"
     assert (made.folder / "logs" / "as-committed.log").read_text() == "5\n"
+
+
+def test_what_a_trial_prints_is_in_its_log_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial takes minutes to hours, and its log is the only place that shows its progress."""
+    head, seen = workspace.resolve(home, "HEAD"), []
+
+    def run(space: Any, receive: Callable[[str], None], *_: Any) -> Any:
+        receive("[7/11 ppo] step 1/30")
+        seen.append((home / "work/studies/betas/logs/one.log").read_text())
+        raise UserError("stopped")
+
+    monkeypatch.setattr("flows.isolated.run", run)
+    trial = Trial("one", (), ())
+    read_params(home, head, [trial])
+    Study(home, "betas", head, Call(()), Space((), (), ())).run_trial(trial)
+    assert (trial.state, seen) == ("failed", ["[7/11 ppo] step 1/30\n"])
 
 
 @pytest.mark.slow

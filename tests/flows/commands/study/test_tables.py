@@ -68,3 +68,19 @@ def test_the_picture_has_a_line_for_each_setting_with_snapshots() -> None:
     assert drawn is not None
     assert drawn.startswith(b"\x89PNG")
     assert drawn != picture.draw(tables.by_setting(trials[:2]))
+    for one in trials:
+        one.frontier = [row | {"reward": 2 * row["gold"]} for row in one.frontier]
+    assert picture.draw(tables.by_setting(trials)) != drawn, "the reward has a panel of its own"
+
+
+def test_methods_are_compared_by_gold_reward_kl_and_length() -> None:
+    """A method that has no such figure has no row, and a figure that no method has makes no table."""
+    one = Trial("seed=1", (), (), state="finished", seconds=1.0)
+    one.metrics = {"evaluate": {"models": {"sft": {"gold": 0.5, "reward": 1.0}, "policy": {"gold": 1.5, "kl": 2.0}}}}
+    text = tables.report(Call(()), [one])
+    assert "### Compared methods: gold\n\n| gold | as committed |\n| --- | --- |\n| SFT | 0.500 |\n| PPO policy" in text
+    assert "### Compared methods: reward\n\n| reward | as committed |\n| --- | --- |\n| SFT | 1.000 |\n\n" in text
+    assert (
+        "### Compared methods: KL, nats\n\n| KL, nats | as committed |\n| --- | --- |\n| PPO policy | 2.000 |" in text
+    )
+    assert "tokens per answer" not in text
