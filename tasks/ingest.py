@@ -28,8 +28,8 @@ from tasks.stage.stage import Stage
 
 def execute(stage: Stage[IngestParams]) -> None:
     """Make data/ingest/ and metrics/ingest.json. Raises UserError for data that cannot be used."""
-    trained = stage.blocks[SFT_ENABLED], stage.blocks[REWARD_MODEL]
-    prepared = prepare(stage.params, RAW, stage.state_dir / "datasets", stage.log, *trained)
+    cache, sft, rewarded = stage.state_dir / "datasets", stage.blocks[SFT_ENABLED], stage.blocks[REWARD_MODEL]
+    prepared = prepare(stage.params, RAW, cache, stage.log, sft, rewarded)
     column = stage.params.rating_column
     divided = divide(prepared.kept, prepared.assignment, stage.params.seed, prepared.labels, column)
     sizes: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def execute(stage: Stage[IngestParams]) -> None:
     copy_named(stage, stage.blocks[RAW_FILES])
     dropped = ({"file": row.file, "row": row.row, "reason": row.reason} for row in prepared.dropped)
     stage.outputs.write_jsonl("data/ingest/dropped.jsonl", dropped)
-    table = use_table(prepared, divided, stage.blocks[REWARD_MODEL])
+    table = use_table(prepared, divided, rewarded)
     labels = label_figures([*prepared.kept, *prepared.labels, *prepared.ties])
     stage.write_metrics(
         {

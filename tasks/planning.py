@@ -45,11 +45,11 @@ from rlhf_core.training.checkpoints import KEPT
 from tasks.datasets.raw import below_raw
 from tasks.datasets.sources.files import data_files, is_heldout
 from tasks.datasets.sources.formats import kind_of, read_rows
-from tasks.datasets.sources.splits import FEW_PROMPTS
+from tasks.datasets.sources.splits import shares_prompts
 from tasks.params.all import Params
 from tasks.params.loader import PARAMS_FILE, SFT_ENABLED, parse
 from tasks.params.methods import BY_NAME, VARIANTS
-from tasks.params.scorer import JUDGES, uses_reward_model
+from tasks.params.scorer import JUDGES, REWARD_MODEL, uses_reward_model
 from tasks.params.variant import merged
 from tasks.stage.dvc_files import open_project
 from tasks.stage.long_rows import prompts_once
@@ -202,17 +202,10 @@ def plan_run(
     speed = FLOPS[params.precision] if accelerator else measured_speed(params.precision, params.threads)
     others = scoring_of(params, root, model)
     planned, stages = list(stages_of(params, model, rows, prompt_tokens, others)), dict[str, Any]()
-
-    def with_means(counts: Mapping[str, int] | None) -> Rows | None:
-        return rows if counts is None else Rows(counts, means=rows.means if rows else {})
-
-    works = {
-        name: {
-            stage.name: stage.work
-            for stage in stages_of(run.params, model, with_means(run.rows), prompt_tokens, others)
-        }
-        for name, run in earlier.items()
-    }
+    works = {}
+    for name, run in earlier.items():  # with the lengths of the present rows, so that both are scaled alike
+        then = rows if run.rows is None else replace(rows or Rows({}), counts=run.rows)
+        works[name] = {stage.name: stage.work for stage in stages_of(run.params, model, then, prompt_tokens, others)}
     times = times_of(planned, params, model, speed, earlier, {name: works[name].get(name) for name in works})
     for stage in planned:
         phases = stage.phases()
@@ -288,7 +281,8 @@ class Rows:
 
 
 def means_of(params: Any, root: Path, folder: Path | None) -> dict[str, tuple[float, float]]:
-    """`Rows.means` from up to 500 rows of each dataset of `ingest`; empty without a tokenizer on this machine."""
+    """`Rows.means` from up to 500 rows of each dataset of `ingest`; empty without a tokenizer on this machine, or with
+    one that refuses a row: the stages name it, and here the longest lengths are planned."""
     scratch = params.base.source == "scratch"
     place = folder or (root / "models/base" if scratch else root / "data/raw" / params.base.pretrained.model)
     try:
@@ -300,17 +294,18 @@ def means_of(params: Any, root: Path, folder: Path | None) -> dict[str, tuple[fl
             return {}
         plain = params.base.format == "text"
         tokenizer, _ = complete(tokenizer, params.base.pad_token, plain, params.base.chat_template_kwargs)
-    except (UserError, OSError, ValueError):  # `base` says what is wrong; this is an estimate
+    except (UserError, OSError, ValueError):
         return {}
-    found = {}
+    found, ids = dict[str, tuple[float, float]](), prompts_once(tokenizer)
     for name in DATASETS:
         with (root / "data" / "ingest" / f"{name}.jsonl").open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in islice(file, 500) if line.strip()]
-        ids = prompts_once(tokenizer)
         texts = [row[key] for row in rows for key in ("response", "chosen", "rejected") if key in row]
-        answers = [len(encode_response(tokenizer, text)) for text in texts]
-        if rows:
-            found[name] = mean(len(ids(row)) for row in rows), mean(answers or [0])
+        try:
+            answers = [len(encode_response(tokenizer, text)) for text in texts]
+            found |= {name: (mean(len(ids(row)) for row in rows), mean(answers or [0]))} if rows else {}
+        except UserError:
+            return {}
     return found
 
 
@@ -335,14 +330,15 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> Rows | None:
     """Rows of each dataset, without lengths: of `ingest` if dvc.lock has it with these parameters and the hashes of the
     present files, else by the shares of `ingest.split` from the settings of the demo data or the files that the
     parameters name. None where these are not here. Raises UserError where a file of DVC's is broken."""
-    ingest, split, raw, sft = params.ingest, params.ingest.split, root / "data" / "raw", params.sft.enabled
+    ingest, split, raw = params.ingest, params.ingest.split, root / "data" / "raw"
+    sft, rewarded = params.sft.enabled, uses_reward_model(params.scorer)
     made = {name: root / "data" / "ingest" / f"{name}.jsonl" for name in DATASETS}
     if all(path.is_file() for path in made.values()):
         with open_project(root) as project:
             stage = next((stage for stage in project.stages if stage.name == "ingest"), None)
             recorded = {} if stage is None else stage.recorded_params
-            same = recorded.get("ingest") == content.get("ingest") and recorded.get(SFT_ENABLED, True) == sft
-            if stage is not None and same:
+            trained = recorded.get(SFT_ENABLED, True), recorded.get(REWARD_MODEL, True)
+            if stage is not None and recorded.get("ingest") == content.get("ingest") and trained == (sft, rewarded):
                 used = [file for file in stage.inputs if file.path == "data/raw"]
                 used += [file for file in stage.outs if Path(file.path).stem in DATASETS]
                 if all(file.exists and file.known_hash() == file.recorded for file in used):
@@ -370,7 +366,7 @@ def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> Rows | None:
         return None
     fractions = (split.demonstrations if sft else 0.0, split.preferences, split.ppo)
     imitated, compared, rolled_out = (fraction / sum(fractions) for fraction in fractions)
-    if prompts < FEW_PROMPTS if split.share is None else split.share:
+    if shares_prompts(split, prompts, rewarded):
         imitated, compared, rolled_out = float(sft), 1.0, 1.0 - split.validation
     counts = {"demonstrations": prompts * imitated * each, "pairs": prompts * compared * pairs}
     counts |= dict.fromkeys(("ratings", "preference_prompts"), prompts * compared)

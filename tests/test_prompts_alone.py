@@ -43,6 +43,18 @@ def prompts_alone(project: "Project") -> "Project":
     return project
 
 
+def test_many_prompts_are_shared_too_where_no_reward_model_is_trained(
+    prompts_alone: "Project", stage_main: "Callable[[Project, str], Ended]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO has all of them but the held-out and validation ones, as with few prompts."""
+    monkeypatch.setattr("tasks.datasets.sources.splits.FEW_PROMPTS", 1)
+    for stage in ("check", "check_data", "ingest"):
+        ended = stage_main(prompts_alone, stage)
+        assert ended.code == 0, ended.stderr
+    ingest = prompts_alone.json("metrics/ingest.json")
+    assert (ingest["shared_prompts"], ingest["ppo_prompts"], ingest["heldout"]) == (True, 81, 10)
+
+
 @pytest.mark.slow
 def test_the_whole_pipeline(prompts_alone: "Project") -> None:
     project = prompts_alone

@@ -67,12 +67,15 @@ def render(plan: Mapping[str, Any]) -> str:
     work.append(
         ["all", *sums, total, "" if len(known) == len(stages) else "without the stages whose rows are not known"]
     )
+    lengths = (
+        "the mean lengths of ingest's rows, and the longest answers" if plan["measured_lengths"] else "the longest rows"
+    )
     verb = "fits into" if plan["fits"] else "does NOT fit into"
     parts = [
         "parameters: " + ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items()),
         f"longest prompt: {plan['prompt_tokens']} tokens; memory is that of the longest rows",
         "\n".join([table(memory), "* the stage's peak", "", *models]),
-        f"{table(work)}\n{_rows(plan['rows'])}; {_lengths(plan)}; formula: {SHARE:.0%} of "
+        f"{table(work)}\n{_rows(plan['rows'])}; time of {lengths}; formula: {SHARE:.0%} of "
         f"{plan['flops'] / 1e12:.3g} TFLOP/s ({'measured' if plan['device'] == 'host' else 'assumed'})",
         "disk: " + ", ".join(f"{name} {_number(size)} GB" for name, size in plan["disk"].items()),
         *changes,
@@ -94,12 +97,6 @@ def _rows(rows: Mapping[str, int] | None) -> str:
     if rows is None:
         return "rows: not known before the data are here"
     return "rows: " + ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items())
-
-
-def _lengths(plan: Mapping[str, Any]) -> str:
-    if plan["measured_lengths"]:
-        return "each of the mean length in its dataset, and sampled answers at their longest"
-    return "every row at its longest" + (" (`leash run ingest` measures them)" if plan["rows"] else "")
 
 
 def _number(size: float) -> str:

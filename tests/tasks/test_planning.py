@@ -32,6 +32,7 @@ from tasks.planning import (
     changes_of,
     disk_of,
     earlier_runs,
+    longest_prompt,
     means_of,
     measured_speed,
     plan_run,
@@ -154,6 +155,20 @@ def test_rows_of_shared_prompts_and_without_sft(tmp_path: Path) -> None:
     assert disk_of(SMALL, params(off))["models"] == disk_of(SMALL, params({}))["models"] - 4 * SMALL.parameters
 
 
+def test_prompts_are_planned_as_shared_where_ingest_shares_them(
+    ingested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no reward model is trained; and the rows of an `ingest` that had one are not those of a run without."""
+    monkeypatch.setattr("tasks.datasets.sources.splits.FEW_PROMPTS", 1)
+    default = {"ingest": {"split": {"share": None}}}
+    alone = {"scorer": [{"term": "a.py", "weight": 1.0}], "ppo": {"critic": {"init": "sft"}}, "dpo": {"enabled": False}}
+    apart, together = rows(default, tmp_path), rows(default | alone, tmp_path)
+    assert apart is not None
+    assert together is not None
+    assert (apart["ppo_prompts"], together["ppo_prompts"]) == (72, 324)
+    assert rows(FILES, ingested) == INGESTED != rows(FILES | alone, ingested)
+
+
 def test_without_data_nothing_is_zero(tmp_path: Path) -> None:
     """Neither rows nor seconds; the sum says so."""
     assert rows(FILES, tmp_path) is None
@@ -193,11 +208,15 @@ def test_the_reward_model_reads_every_answer_once() -> None:
 
 def test_rated_texts_are_read_once() -> None:
     """A row of ratings is one text, not a pair; its prompt leaves room for an answer of PPO."""
-    change = {"ingest": FILES["ingest"] | {"rating_column": "stars"}, "preferences": {"source": "ratings"}}
+    change = {
+        "ingest": FILES["ingest"] | {"rating_column": "stars"},
+        "preferences": {"source": "ratings", "max_new_tokens": 7},
+    }
     change |= {"reward": {"epochs": 1, "max_tokens": 30}, "ppo": {"max_new_tokens": 20}, "dpo": {"enabled": False}}
     counted = dict.fromkeys(DATASETS, 100)
     stage = next(stage for stage in stages_of(params(change), SMALL, Rows(counted)) if stage.name == "reward")
     assert stage.work == Work(trained=90 * (10 + 20))
+    assert longest_prompt(params(change)) == 10, "not less the 7 tokens of a sampler that does not run"
 
 
 def test_lengths_are_those_of_ingest_where_it_has_run(ingested: Path) -> None:
@@ -222,9 +241,29 @@ def test_lengths_are_those_of_ingest_where_it_has_run(ingested: Path) -> None:
     assert short.peak() == longest.peak()
 
 
+def test_every_stage_takes_the_mean_lengths_of_its_own_rows() -> None:
+    """Prompts of 3 tokens and, in the pairs, answers of 4; sampled answers have their longest length."""
+    found = params(merged(FILES, {"reward": {"epochs": 1}, "evaluate": {"max_prompts": 10}}))
+    assert found.ppo.max_new_tokens > 4
+    counts = dict.fromkeys(DATASETS, 100)
+    known = Rows(counts, means={"pairs": (3, 4), "ppo_prompts": (3, 0), "heldout": (3, 9)})
+    works = {stage.name: stage.work for stage in stages_of(found, SMALL, known, 20)}
+    without = {stage.name: stage.work for stage in stages_of(found, SMALL, Rows(counts), 20)}
+    assert works["reward"] == Work(trained=90 * (3 + 2 * 4))
+    for name, new in (("ppo", found.ppo.max_new_tokens), ("evaluate", found.evaluate.max_new_tokens)):
+        less, more = works[name], without[name]
+        assert less is not None
+        assert more is not None
+        assert less.read / more.read == pytest.approx((3 + new) / (20 + new))
+        assert less.sampled == more.sampled
+    assert works["ppo"].trained / without["ppo"].trained == pytest.approx(  # type: ignore[union-attr]
+        (3 + found.ppo.max_new_tokens) / (20 + found.ppo.max_new_tokens)
+    )
+
+
 def test_the_speed_of_this_cpu_is_measured_and_its_threads_stay() -> None:
     before = torch.get_num_threads()
-    assert 1e8 < measured_speed("float32", 1) < 1e14
+    assert 1e8 < measured_speed("float32", before + 1) < 1e14
     assert torch.get_num_threads() == before
 
 

@@ -84,8 +84,7 @@ def assign(
     training_rows = [example for example in examples if not example.heldout]
     strata, sizes = _strata(training_rows, sft), _sizes(training_rows)
     present = {kind for kinds in strata for kind in kinds} - {LOW}
-    few = not rewarded or (1.0 - heldout) * sizes.total() < FEW_PROMPTS
-    shared = few if split.share is None else split.share
+    shared = shares_prompts(split, (1.0 - heldout) * sizes.total(), rewarded)
     if shared and not any(example.kind == "prompt" for example in training_rows):
         present -= {"prompt"}  # demonstrations that serve as prompts do not replace those of pairs
     for kinds, openings in strata.items():
@@ -99,6 +98,11 @@ def assign(
     share.update({opening: share[opening] - {"ppo"} for opening in validation})
     _check_shares(share, validation, present, sft)
     return Assignment(share, validation, shared)
+
+
+def shares_prompts(split: SplitParams, training_prompts: float, rewarded: bool) -> bool:
+    """Whether SFT, reward model and PPO use the same prompts. `rewarded`: whether a reward model is trained."""
+    return not rewarded or training_prompts < FEW_PROMPTS if split.share is None else split.share
 
 
 def _strata(examples: Iterable[Example], sft: bool) -> dict[Kinds, list[str]]:

@@ -68,9 +68,22 @@ def test_the_picture_has_a_line_for_each_setting_with_snapshots() -> None:
     assert drawn is not None
     assert drawn.startswith(b"\x89PNG")
     assert drawn != picture.draw(tables.by_setting(trials[:2]))
-    for one in trials:
-        one.frontier = [row | {"reward": 2 * row["gold"]} for row in one.frontier]
-    assert picture.draw(tables.by_setting(trials)) != drawn, "the reward has a panel of its own"
+
+
+def test_the_reward_has_a_panel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each panel draws its own column: here the reward is twice the gold score, of PPO as of the alternatives."""
+    monkeypatch.setattr(picture, "png", lambda figure: figure)
+    one = trial(0.1, 1)
+    rows = [("sft", 0.0, 0.0, 1.0), ("ppo", 10.0, 1.0, 2.0), ("ppo", 20.0, 4.0, 3.0), ("dpo", None, 2.0, 2.0)]
+    one.frontier = [dict(zip(("family", "point", "kl", "gold"), row, strict=True)) for row in rows]
+    alone: Any = picture.draw(tables.by_setting([one]))
+    assert len(alone.axes) == 1
+    one.frontier = [row | {"reward": 2 * row["gold"]} for row in one.frontier]
+    drawn: Any = picture.draw(tables.by_setting([one]))
+    gold, reward = ([list(line.get_ydata()) for line in axes.get_lines()] for axes in drawn.axes)
+    assert len(gold) == 2
+    for own, other in zip(gold, reward, strict=True):
+        assert other == pytest.approx([2 * height for height in own])
 
 
 def test_methods_are_compared_by_gold_reward_kl_and_length() -> None:
