@@ -69,7 +69,7 @@ def test_refusals_count_as_answers_and_silence_does_not(prefect_api: str) -> Non
     ("code", "says"),
     [
         (
-            "print('The dashboard is disabled'); raise SystemExit('database is locked')",
+            "print('The dashboard is disabled', flush=True); raise SystemExit('database is locked')",
             "ended with 1: database is locked",
         ),
         ("print('The dashboard is disabled'); import time; time.sleep(60)", "did not answer at http://127.0.0.1:1/api"),
