@@ -10,10 +10,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import typer
 from pydantic import BaseModel
 
 from flows.cli import app
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.ppo.health import REMEDIES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -199,14 +201,23 @@ def test_links_to_lines_lead_to_the_functions_that_they_name() -> None:
     assert [path for path, text in pages.items() if lines.page(path) != text] == []
 
 
-def test_every_test_that_reliability_names_exists() -> None:
+def test_the_alerts_of_ppo_stand_in_the_table_once() -> None:
     text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
-    paths = list((ROOT / "tests").rglob("test_*.py"))
-    sources = [path.read_text(encoding="utf-8") for path in paths]
-    files = set(re.findall(r"\b(test_\w+\.py)", text))
-    functions = set(re.findall(r"::(test_\w+)", text))
-    assert len(files) > 20
-    assert len(functions) > 60
-    assert files <= {path.name for path in paths}
-    missing = [name for name in functions if not any(f"def {name}(" in source for source in sources)]
-    assert missing == []
+    table = text.split("### Alerts of PPO\n")[1].split("\n## ")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(REMEDIES)
+
+
+def test_the_commands_of_all_pages_exist_with_their_options() -> None:
+    """In code and in indented blocks: `leash NAME --option`, without what follows a comment or a pipe."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = {name: {text for one in command.params for text in one.opts} for name, command in commands.items()}
+    found = []
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for name, rest in re.findall(r"(?:^ {4,}(?:\$ )?|`|&& )leash ([a-z][a-z-]*)([^`#|&\n]*)", text, re.MULTILINE):
+            used = {word for word in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if word != "--help"}
+            found.append(name)
+            assert name in commands, f"{page.name}: leash {name}"
+            assert used <= options[name], f"{page.name}: leash {name} {used - options[name]}"
+    assert len(found) > 100
