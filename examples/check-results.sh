@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Exit 1 where dvc.lock was not made from this commit's code, parameters and data, or where DVC's remote lacks a result.
 # Computes nothing, and downloads only imported raw data: DVC cannot compare a folder that has a part of its files. For
-# CI: see docs/how-to/ci.md.
+# CI: see docs/how-to/remote.md.
 set -uo pipefail
 if compgen -G "data/raw/*.dvc" >/dev/null && ! dvc pull --quiet data/raw/*.dvc; then
     echo "the raw data cannot be fetched from DVC's remote: see \`dvc remote list\`" >&2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Slurm: one run on one node. It saves its state before the time limit and is queued again, as often as it needs.
-#   sbatch examples/slurm.sh            # in the project's folder, with .venv set up; see docs/how-to/slurm.md
+#   sbatch examples/slurm.sh            # in the project's folder, with .venv set up; see docs/how-to/gpu.md
 #SBATCH --job-name=leash
 #SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --mem=32G
 #SBATCH --gres=gpu:1

@@ -101,6 +101,6 @@ def connect(home: Path, name: str, commit: str) -> Pool:
     try:
         cast("RunnerDeployment", made).apply()
     except (ObjectNotFound, ValueError) as error:
-        how = f"`prefect worker start --pool {name} --type process` makes it (docs/how-to/workers.md)"
+        how = f"`prefect worker start --pool {name} --type process` makes it (docs/how-to/remote.md)"
         raise UserError(f"work pool {name}: {' '.join(str(error).split())}; {how}") from None
     return Pool(home, name, f"{project}-trial/{name}")

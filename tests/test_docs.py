@@ -86,6 +86,51 @@ def test_the_readme_names_only_files_commands_and_make_targets_that_exist() -> N
     assert commands <= {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
 
 
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#{1,6} (.*)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    texts = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+
+
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading() -> None:
+    broken = []
+    for page in PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                broken.append(f"{page.relative_to(ROOT)}: {link}")
+    assert broken == []
+
+
+def test_every_command_of_a_page_exists_with_its_options_and_files() -> None:
+    """Of `leash`, in indented lines and in backticks."""
+    commands = typer.main.get_group(app).commands
+    known = {
+        name: {each for p in command.params for each in (*p.opts, *p.secondary_opts)}
+        for name, command in commands.items()
+    }
+    found, wrong = 0, []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        spans = re.findall(r"^    (?:\$ )?(.*)", text, re.MULTILINE) + re.findall(r"`([^`\n]+)`", text)
+        calls = [part for span in spans for part in re.split(r"\s#|&&|;|\|", span)]
+        for call in calls:
+            if named := re.match(r"\s*(?:\.venv/bin/)?leash ([a-z][a-z-]*)\b(.*)", call):
+                options = set(re.findall(r"(?<!\S)(--?[A-Za-z][\w-]*)", named[2])) - {"--help"}
+                found += 1
+                if not options <= known.get(named[1], set()) or named[1] not in known:
+                    wrong.append(f"{page.relative_to(ROOT)}: {call}")
+        files = re.findall(r"(?<![\w/.-])((?:examples|benchmarks)/[\w.-]+\.\w+)", text)
+        wrong += [f"{page.relative_to(ROOT)}: {file}" for file in files if not (ROOT / file).exists()]
+    assert found > 100
+    assert wrong == []
+
+
 def test_versions_file_agrees_with_the_constraints() -> None:
     from tasks.stage.versions import declared
 
@@ -206,18 +251,3 @@ def test_the_alerts_of_ppo_stand_in_the_table_once() -> None:
     table = text.split("### Alerts of PPO\n")[1].split("\n## ")[0]
     rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(REMEDIES)
-
-
-def test_the_commands_of_all_pages_exist_with_their_options() -> None:
-    """In code and in indented blocks: `leash NAME --option`, without what follows a comment or a pipe."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    options = {name: {text for one in command.params for text in one.opts} for name, command in commands.items()}
-    found = []
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for name, rest in re.findall(r"(?:^ {4,}(?:\$ )?|`|&& )leash ([a-z][a-z-]*)([^`#|&\n]*)", text, re.MULTILINE):
-            used = {word for word in re.findall(r"(?<=\s)--[a-z][a-z-]*", rest) if word != "--help"}
-            found.append(name)
-            assert name in commands, f"{page.name}: leash {name}"
-            assert used <= options[name], f"{page.name}: leash {name} {used - options[name]}"
-    assert len(found) > 100

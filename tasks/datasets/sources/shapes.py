@@ -88,7 +88,7 @@ DEMONSTRATION = Shape(
 )
 RATED = Shape(
     "the same with `label`: true or false, 1 or 0 (KTO)",
-    "demonstration where the label is true; both are [ratings](texts.md#ratings) for the reward model",
+    "demonstration where the label is true; both are [ratings](#ratings) for the reward model",
     {"prompt": "Tea?", "completion": "No.", "label": False},
 )
 ALPACA = Shape(
@@ -104,7 +104,7 @@ CONVERSATION = Shape(
 PROMPT = Shape("`prompt`", "prompt", {"prompt": "Tea?"})
 WHOLE_TEXT = Shape(
     "`text`, and no prompt",
-    "demonstration: the first words are the prompt ([texts.md](texts.md))",
+    "demonstration: the first words are the prompt ([texts](#continue-texts))",
     {"text": "Tea is hot."},
 )
 SHAPES = (
