@@ -103,7 +103,7 @@ def _record(row: Any, place: str) -> Record:
         row = {"step": row.get("step"), **row["data"]}
     values = _numbers(row)
     step = next((values[name] for name in STEPS if name in values), None)
-    if step is None or step != step or step != int(step):
+    if step is None or not step.is_integer():
         names = ", ".join(str(name) for name in list(row)[:8])
         raise UserError(f"{place}: no whole number as step (a column {' or '.join(STEPS[:2])}); found {names}")
     return int(step), values

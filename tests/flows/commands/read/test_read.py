@@ -244,6 +244,7 @@ REFUSED = {
     "broken.json": ('{"log_history": [', "is not JSON"),
     "broken.jsonl": ('{"step": 1, "a": 2}\nhello\n', "broken.jsonl, line 2: is not JSON"),
     "nostep.csv": ("reward,kl\n1,2\n", "nostep.csv, line 2: no whole number as step (a column step or global_step)"),
+    "infinite.jsonl": ('{"step": Infinity, "kl": 1}\n', "infinite.jsonl, line 1: no whole number as step"),
     "other.log": ("INFO start\nloss 3\n", "no metrics found"),
     "list.json": ("[1]", "record 1: expected an object with figures, found int"),
 }
