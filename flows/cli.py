@@ -365,6 +365,21 @@ def score(
 
 
 @command
+def read(
+    files: list[str] = Argument(metavar="FILE…", help="Metric files of one run, or runs:/ID of MLflow."),
+    prompts: int | None = Option(None, min=1, help="Prompts in a step. None: 20 or more."),
+    as_json: bool = JSON,
+) -> None:
+    """Find failure modes in the metrics of TRL, verl, OpenRLHF or NeMo-RL.
+
+    Prints the step of each, and which of that library's options help. Exit code 0 with findings, too.
+    """
+    from flows.commands.read.read import read as read_metrics
+
+    _print(as_json, *read_metrics(files, prompts))
+
+
+@command
 def lineage(
     path: Path = Argument(metavar="PATH", help="A model folder (or a copy), dataset or metrics file."),
     as_json: bool = JSON,
