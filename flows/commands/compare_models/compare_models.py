@@ -166,7 +166,7 @@ def read_inputs(call: Call) -> tuple[list[Row], dict[Path, dict[str, Example]]]:
     if call.prompts is None and not files:
         raise UserError('--prompts: models need prompts; name a file with one {"prompt": …} a row')
     examples = read_examples(call.prompts) if call.prompts else list(next(iter(files.values())).values())
-    distinct = {
+    distinct: dict[str, Row] = {
         one.prompt_id: {"prompt_id": one.prompt_id, "prompt": one.prompt, "extra": one.extra} for one in examples
     }
     for source, answers in files.items():

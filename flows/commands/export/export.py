@@ -14,14 +14,13 @@ from mlflow.exceptions import MlflowException
 from flows.text import dotted
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from tasks.datasets.raw import HUB_ID
 from tasks.dvc_artifacts import MLMODEL, DvcArtifactRepository
 from tasks.page.comparison_table import COLUMNS, cells, columns_of, label
 from tasks.page.inputs import METRICS, Run, finite, interval, read_run
 from tasks.page.verdicts import doubts
 from tasks.params.evaluate import EvaluateParams
 from tasks.params.loader import parse as parse_params
-from tasks.params.methods import BY_NAME
+from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.records.recorded import Record, made_by, params_behind, parse
 from tasks.stage import provenance
 from tasks.stage.dvc_files import LOCK_FILE, Project, open_project, read_lock_file
@@ -106,10 +105,11 @@ def card(
     own = json.loads((fresh / PROVENANCE).read_text(encoding="utf-8"))
     base, ingest = params["base"], params["ingest"]
     licence, about_licence = licence_of(root, fresh, base)
-    model_id = (base.get("pretrained") or {}).get("model") if base["source"] == "pretrained" else None
-    is_hub = model_id is not None and not (root / "data/raw" / model_id).exists() and bool(HUB_ID.fullmatch(model_id))
-    dataset = (ingest.get("huggingface") or {}).get("dataset") if ingest["source"] == "huggingface" else None
-    on_hub = dataset is not None and not (root / "data/raw" / dataset).exists()
+    pretrained = base["pretrained"] if base["source"] == "pretrained" else {}
+    named = ingest["huggingface"] if ingest["source"] == "huggingface" else {}
+    raw, base_model = root / "data/raw", pretrained.get("model")  # a folder there has priority over an id of the hub
+    from_hub = base_model is not None and not (raw / base_model).exists()
+    dataset = named["dataset"] if named and not (raw / named["dataset"]).exists() else None
 
     shown = {one: run.models[one] for one in dict.fromkeys(("sft", name))}
     rows = []
@@ -127,9 +127,9 @@ def card(
     ]  # fmt: skip
     method = "ppo" if name == "policy" else name
     data = ModelCardData(
-        base_model=model_id if is_hub else None, datasets=[dataset] if on_hub else None, library_name="transformers",
-        pipeline_tag="text-generation", tags=["rlhf", method, "leash"], model_name=name, eval_results=results,
-        **licence,
+        base_model=base_model if from_hub else None, datasets=[str(dataset)] if dataset else None,
+        library_name="transformers", pipeline_tag="text-generation", tags=["rlhf", method, "leash"], model_name=name,
+        eval_results=results, **licence,
     )  # fmt: skip
 
     chain, waiting = dict[str, Record](), [next(one for one in records.values() if one.stage == own["stage"])]
@@ -138,12 +138,19 @@ def card(
         chain[record.stage] = record
         made = (made_by(records, path, value) for path, value in record.inputs.items())
         waiting += [maker for maker in made if maker is not None and maker.stage not in chain]
-    blocks = {stage: params[stage] for stage in records if stage in chain and isinstance(params.get(stage), Mapping)}
+    wanted = {*chain, *chain[own["stage"]].params}  # variants of PPO read its block without its stage
+    blocks = {one: params[one] for one in (*records, *params) if one in wanted and isinstance(params.get(one), Mapping)}
     settings = [
-        (stage, " ".join(f"{key}={str(value).replace('|', chr(92) + '|')}" for key, value in dotted(block).items()))
+        (
+            stage,
+            " ".join(
+                f"{key}={' '.join(str(value).split()).replace('|', chr(92) + '|')}"
+                for key, value in dotted(block).items()
+            ),
+        )
         for stage, block in blocks.items()
     ]
-    block = blocks.get(method, {})
+    lora = any(blocks.get(one, {}).get("lora") for one in ("sft", "ppo" if name in VARIANTS else method))
     sampling = parse_params(EvaluateParams, params["evaluate"], "evaluate")
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True,
@@ -153,9 +160,9 @@ def card(
         metadata=data.to_yaml(line_break="\n"), name=name, title=label(name, run.models), run=run, digest=digest,
         architecture=", ".join(config.get("architectures") or ["unknown"]), code="auto_map" in config, own=own,
         mlflow=(fresh / MLMODEL).is_file(),
-        base=f"{model_id} at {base['pretrained'].get('revision')}" if is_hub else model_id, about_licence=about_licence,
-        meaning=BY_NAME[name].meaning if name in BY_NAME else "", lora=bool(block.get("lora")), settings=settings,
-        source=f"{dataset} at {ingest['huggingface'].get('revision')}" if on_hub else ingest["source"],
+        base=f"{base_model} at {pretrained['revision']}" if from_hub else base_model, about_licence=about_licence,
+        meaning=BY_NAME[name].meaning if name in BY_NAME else "", lora=lora, settings=settings,
+        source="demo" if ingest["source"] == "demo" else f"{dataset} at {named['revision']}" if dataset else "files",
         text=base.get("format") == "text", sampling=sampling, headings=[label(one, run.models) for one in shown],
         rows=rows, doubts=doubts(run), evaluation=records["evaluate"].outs["metrics/evaluate.json"],
         ingest=run.metrics["ingest"],
@@ -165,11 +172,15 @@ def card(
 
 def licence_of(root: Path, fresh: Path, base: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """The licence of the base model as the hub's metadata have it, and in words. It is read from the base model's
-    folder below data/raw/, whose licence file is copied to `fresh`; for a model of the hub it is a link."""
+    folder below data/raw/, whose licence file is copied to `fresh`; for a model of the hub it is a link. Raises
+    UserError where that folder is missing."""
     if base["source"] != "pretrained":
         return {}, "No base model: it was trained from random weights. Who shares it chooses its licence."
-    model = str(base["pretrained"]["model"])
-    folder = root / "data/raw" / model
+    model, folder = str(base["pretrained"]["model"]), root / "data/raw" / base["pretrained"]["model"]
+    if not folder.exists() and not base["pretrained"].get("revision"):
+        raise UserError(
+            f"data/raw/{model}: not here, and the card needs the base model's licence; `dvc pull` fetches it"
+        )
     if not folder.exists():
         page = f"https://huggingface.co/{model}"
         named = {"license": "other", "license_name": "base-model", "license_link": page}

@@ -18,6 +18,7 @@ from flows.commands.export.export import licence_of
 from rlhf_core.config.base import ScratchConfig
 from rlhf_core.config.lora import LoraSettings
 from rlhf_core.data.tokenizer import encode_prompt, load_tokenizer, train_bpe
+from rlhf_core.errors import UserError
 from rlhf_core.models.hf import build_llama, load_causal_lm, save_checkpoint
 from rlhf_core.models.lora import add_lora
 from tasks.base import load_pretrained
@@ -174,6 +175,7 @@ def test_the_card_agrees_with_the_run(project: Path, tmp_path: Path) -> None:
     [digest] = [one["md5"] for one in lock["evaluate"]["deps"] if one["path"] == "models/policy"]
     assert f"| this model, without card and provenance | `{digest}` |" in card_text
     assert "| ppo | `steps=7 lora=None` |" in card_text
+    assert "| base | `source=scratch scratch.layers=1` |" in card_text
     assert "Another run may give other weights: deterministic: false" in card_text
     assert "PPO's alert `repetition` at step 4: answers repeat words" in card_text
     everything = "".join(path.read_text(errors="replace") for path in (tmp_path / "out").iterdir() if path.is_file())
@@ -242,6 +244,8 @@ def test_the_licence_of_the_base_model(tmp_path: Path) -> None:
         "license_link": "https://huggingface.co/owner/base",
     }
     assert licence_of(tmp_path, fresh, SCRATCH)[0] == {}
+    with pytest.raises(UserError, match="data/raw/base: not here"):
+        licence_of(tmp_path, fresh, local)
     raw.mkdir(parents=True)
     assert "look it up" in licence_of(tmp_path, fresh, local)[1]
     (raw / "LICENSE").write_text("free\n")
