@@ -380,6 +380,21 @@ def read(
 
 
 @command
+def export(
+    model: Path = Argument(metavar="FOLDER", help="An evaluated model of this project, such as models/policy."),
+    target: Path = Argument(metavar="DEST", help="The folder to make: it must be missing or empty."),
+) -> None:
+    """Copy a model with a model card, to share it.
+
+    The card has data, method, figures with intervals, limits, hashes and the licence of the base model.
+    """
+    root = find_root()
+    from flows.commands.export.export import export as export_model
+
+    print(export_model(root, model.expanduser(), target.expanduser()), flush=True)
+
+
+@command
 def lineage(
     path: Path = Argument(metavar="PATH", help="A model folder (or a copy), dataset or metrics file."),
     as_json: bool = JSON,
@@ -435,6 +450,33 @@ def compare(
     from flows.commands.compare.compare import compare as compare_runs
 
     _print(as_json, *compare_runs(root, runs or [], _names(models), everything))
+
+
+@command
+def compare_models(
+    sources: list[Path] = Argument(metavar="MODEL", help="Model folders, or files of prompts and responses."),
+    judge: Path = Option(metavar="PATH", help="FILE.py, a model folder, or a *.yaml with a block judge."),
+    prompts: Path | None = Option(None, metavar="FILE", help="Of prompts. None: those of the first file of answers."),
+    seed: int = Seed(1, help="Equal seeds give equal answers and intervals."),
+    temperature: float = Option(1.0, help="Of sampling."),
+    max_new_tokens: int = Option(256, min=1, help="Longest answer, tokens."),
+    batch_size: int = Option(32, min=1, help="Answers sampled side by side; it changes none."),
+    out: Path | None = Option(None, metavar="FOLDER", help="To make, with the figures and all answers as JSONL."),
+    as_json: bool = JSON,
+) -> None:
+    """Compare any models or files of answers on the same prompts, without a run.
+
+    Scores, win rates against the first in both orders, also at equal length, and KL. Works outside a project.
+    """
+    _quiet_models()
+    from flows.commands.compare_models.compare_models import Call
+    from flows.commands.compare_models.compare_models import compare_models as compared
+
+    call = Call(
+        tuple(path.expanduser() for path in sources), prompts and prompts.expanduser(), judge.expanduser(), seed,
+        temperature, max_new_tokens, batch_size, out and out.expanduser(),
+    )  # fmt: skip
+    _print(as_json, *compared(call))
 
 
 @command
