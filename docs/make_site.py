@@ -29,6 +29,9 @@ from tasks.stage.dvc_files import Hashes  # noqa: E402
 
 MOST_BYTES = 4_000_000
 """Of the whole site."""
+LARGE = 1_000_000
+"""Bytes of a report above which the other models' answers to the samples are left out."""
+OTHERS = re.compile(r'<details class="others">.*?</details>\n?', re.DOTALL)
 SHOWS = {
     "report": "Is the policy better than SFT, and than the other methods? With intervals, the answers on which proxy "
     "and gold disagree, the frontier at equal KL, samples to read, and PPO step by step.",
@@ -49,7 +52,9 @@ SHELL = """<!doctype html>
 <style>
 {% include "style.css.j2" %}
 main { padding-bottom: 2rem; overflow-wrap: anywhere; }
-td, th { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); }
+td, th { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); overflow-wrap: normal; }
+th { min-width: 5rem; }
+td { white-space: nowrap; }
 img { max-width: 100%; height: auto; background: #fff; }
 a { color: var(--policy); }
 </style>
@@ -101,13 +106,16 @@ def add(root: Path, name: str, about: str, sources: list[Path]) -> list[Path]:
             raise UserError(f"{source}: give the folder report, a page of `leash trace`, or a folder of work/studies")
         date = git(home, "show", "--no-patch", "--format=%cs", commit).strip()
         lock = md5(git(home, "show", f"{commit}:dvc.lock").encode(), usedforsecurity=False).hexdigest()
+        lean = len(page.encode("utf-8", "replace")) > LARGE and bool(OTHERS.search(page))
+        page = OTHERS.sub("", page) if lean else page
         made = f"Made by <code>{escape(command)}</code> at commit {commit[:12]} of {date}; dvc.lock has the MD5 {lock}."
+        made += " To keep this page small, the samples are without the other models’ answers." if lean else ""
         line = f'<p class="note" style="margin:.5rem 1rem"><a href="../index.html">All pages</a>. {made}</p>'
         page = page.replace("<head>", f'<head>\n<meta name="description" content="{escape(about)}">', 1)
         pages[site / name / f"{kind}.html"] = page.replace("<body>", f"<body>\n{line}", 1)
 
     sizes = {path: path.stat().st_size for path in site.glob("*/*.html")}
-    sizes |= {path: len(page.encode()) for path, page in pages.items()}
+    sizes |= {path: len(page.encode("utf-8", "replace")) for path, page in pages.items()}
     if sum(sizes.values()) > MOST_BYTES:
         listed = ", ".join(f"{path.relative_to(site)} {size / 1e6:.1f} MB" for path, size in sorted(sizes.items()))
         raise UserError(f"docs/site: {listed}; together more than {MOST_BYTES / 1e6:g} MB, remove a page")
@@ -133,7 +141,7 @@ def study_page(folder: Path) -> str:
 
 def index(site: Path) -> str:
     """The page with a card for each page of the site."""
-    cards = ["<p>Pages that Leash made, copied as they are. Each says on top which commit made it.</p>"]
+    cards = ["<p>Pages that Leash made. The commit that made a page is on top of it.</p>"]
     for folder in sorted({path.parent for path in site.glob("*/*.html")}):
         pages = sorted(folder.glob("*.html"))
         found = re.search(r'<meta name="description" content="([^"]*)">', pages[0].read_text(encoding="utf-8"))

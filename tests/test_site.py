@@ -107,6 +107,20 @@ def test_a_site_that_is_too_large_is_not_written(
     assert not (project / "docs").exists()
 
 
+def test_a_large_report_loses_the_other_models_answers(
+    maker: ModuleType, project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = '<details class="others"><summary>1</summary>\n<div>best of 4</div>\n</details>\n'
+    trace = project / "work" / "trace.html"
+    trace.write_text(f"<head></head><body>first {others}second {others}</body>", encoding="utf-8")
+    for limit, kept in ((1000, True), (10, False)):
+        monkeypatch.setattr(maker, "LARGE", limit)
+        text = maker.add(project, "demo", "", [trace])[0].read_text(encoding="utf-8")
+        assert ("best of 4" in text) == kept
+        assert ("without the other models’ answers" in text) != kept
+        assert "second" in text
+
+
 def test_a_page_of_other_results_is_found(maker: ModuleType, project: Path) -> None:
     lock = read_yaml(project / "dvc.lock")
     assert maker.stale(PAGE, SUMMARY, lock) == []
