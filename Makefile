@@ -12,7 +12,7 @@ WORKERS ?= 2
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
-.PHONY: run smollm2 test test-slow test-exhaustive test-quantize test-real test-all setup setup-dev lint types layers check seeds frontier audit help
+.PHONY: run smollm2 test test-slow test-exhaustive test-quantize test-real test-all setup setup-dev lint types layers check site seeds frontier audit help
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
@@ -81,6 +81,11 @@ layers: setup-dev  ## Imports go down only; every stage depends on exactly the c
 	python tests/closure.py
 
 check: lint types layers test  ## Lint, types, layers and the fast tests; CI runs the slow ones, too
+
+site: setup  ## Copy the demo's report and a trace into docs/site/, as static pages; commit its results first
+	python -m flows.cli run report
+	python -m flows.cli trace --page work/trace.html 'What are good options for breakfast?'
+	python docs/make_site.py demo 'The demo: a model of one million parameters, trained from nothing on two CPU cores.' report work/trace.html
 
 seeds: setup  ## The demo for three training seeds (half an hour; continues where it stopped)
 	python -m flows.cli study -S seed=1,2,3 --objective gold_policy --name seeds

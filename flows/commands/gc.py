@@ -163,4 +163,4 @@ def render(runs: Sequence[Run], sizes: dict[str, int], gone: Iterable[str]) -> s
         rows.append((run.name, run.date, alone_, size(run.objects), "goes" if run.goes else ""))
     loose = sizes.keys() - count.keys()
     rows.append(("results in no commit or experiment", "", size(loose), size(loose), "goes" if loose else ""))
-    return f"{table(rows)}\nDVC's cache holds {size(sizes)}; {size(gone)} of it go"
+    return f"{table(rows)}\nDVC's cache holds {size(sizes)}; {size(gone)} of it is not needed"

@@ -13,6 +13,10 @@ from tasks.params.methods import BY_NAME
 Figures = Mapping[str, Any]
 """An entry of `models` in metrics/evaluate.json."""
 
+COST = ("response_tokens", "distinct_2", "alignment_tax", "samples_generated", "samples_per_answer", "tokens_trained")
+"""The columns of the page's second table."""
+MOST_SHARE = 2.0
+"""Of the optimum. A share beyond it comes from two gains near zero."""
 JUDGING = "win_rate_by_judging_model"
 TERM = "reward/"
 """Beginning of the name of a figure of one term of the score."""
@@ -34,30 +38,54 @@ class Column:
     digits: int = 2
     better: Literal["higher", "lower"] | None = None
     """None for figures that no model is ranked by: proxy score, KL, length, cost."""
+    meaning: str = ""
+    """For the glossary of the page."""
 
     def text(self, value: Any) -> str:
-        """`value` as text; an en dash if unknown."""
+        """`value` as text; an en dash if unknown, or if it is a share of the optimum that is only noise."""
+        known = finite(value)
+        if self.key == "optimum_share" and known is not None and abs(known) > MOST_SHARE:
+            return MISSING
         if self.kind == "share":
             return percent(value, self.digits)
         return number(value, 0 if self.kind == "count" else self.digits)
 
 
 COLUMNS = (
-    Column("gold", "Gold score", "mean", better="higher"),
-    Column("reward", "Proxy score", "reward model, raw"),
-    Column("win_rate", "Win rate against SFT", "a tie is half", "share", 1, "higher"),
-    Column("win_rate_controlled", "At equal length", "the same, controlled", "share", 1, "higher"),
-    Column("win_rate_by_reward_model", "By PPO’s own score", "the same win rate", "share", 1),
-    Column(JUDGING, "By the judging reward model", "the same win rate", "share", 1),
-    Column("win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher"),
-    Column("kl", "KL to SFT", "nats per answer"),
-    Column("optimum_share", "Share of the optimum", "its proxy gain at this KL", "share", 0),
-    Column("response_tokens", "Length", "tokens", digits=1),
-    Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher"),
-    Column("samples_generated", "Samples to train it", "generated", "count"),
-    Column("samples_per_answer", "Samples an answer", "at inference", "count"),
-    Column("tokens_trained", "Tokens trained", "of responses", "count"),
-    Column("alignment_tax", "Alignment tax", "nats per token", digits=3),
+    Column("gold", "Gold score", "mean", better="higher",
+           meaning="The mean score of the judge, which is not used in training."),
+    Column("reward", "Proxy score", "reward model, raw",
+           meaning="The score that the models were trained or picked by. "
+                   "Where it rises and the answers get no better, it is exploited."),
+    Column("win_rate", "Win rate against SFT", "a tie is half", "share", 1, "higher",
+           "The share of prompts on which the model’s answer is better than SFT’s."),
+    Column("win_rate_controlled", "At equal length", "the same, controlled", "share", 1, "higher",
+           "The win rate for answers of equal length, by a logistic regression of the wins on the "
+           "difference in length."),
+    Column("win_rate_by_reward_model", "By PPO’s own score", "the same win rate", "share", 1,
+           meaning="The win rate by the score that PPO maximised. It is too high where PPO exploits that score."),
+    Column(JUDGING, "By the judging reward model", "the same win rate", "share", 1,
+           meaning="The win rate by a reward model that was trained on the pairs of other prompts, with another seed."),
+    Column("win_rate_vs_policy", "Win rate against PPO", "a tie is half", "share", 1, "higher",
+           "The share of prompts on which the model’s answer is better than that of the PPO policy."),
+    Column("kl", "KL to SFT", "nats per answer",
+           meaning="How far the model is from SFT: the KL divergence of its next-token distributions, summed over its "
+                   "own answers. For best-of-n it is the bound log n − (n−1)/n."),
+    Column("optimum_share", "Share of the optimum", "its proxy gain at this KL", "share", 0,
+           meaning="The model’s proxy gain over SFT, divided by the gain of the optimum π_SFT·exp(R/β)/Z at the same "
+                   "KL. None can have more than 100%, up to the error of both. Beyond ±200% it is noise, not shown."),
+    Column("response_tokens", "Length", "tokens", digits=1, meaning="The mean number of tokens in an answer."),
+    Column("distinct_2", "Distinct-2", "share of word pairs", digits=3, better="higher",
+           meaning="Different word pairs, divided by all word pairs, in one set of answers. Low: the answers "
+                   "repeat themselves."),
+    Column("alignment_tax", "Alignment tax", "nats per token", digits=3,
+           meaning="The loss on held-out demonstrations less SFT’s: what the training lost of SFT."),
+    Column("samples_generated", "Samples to train it", "generated", "count",
+           meaning="Answers that were sampled to train the model."),
+    Column("samples_per_answer", "Samples an answer", "at inference", "count",
+           meaning="Answers that are sampled, of which one is given."),
+    Column("tokens_trained", "Tokens trained", "of responses", "count",
+           meaning="Response tokens that its backward passes read."),
 )  # fmt: skip
 
 

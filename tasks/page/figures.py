@@ -36,6 +36,8 @@ STEP = "PPO step"
 NAMES = {"gold": "gold score", "win_rate": "win rate against SFT"}
 TICKS = (0, 0.1, 0.25, 0.5, 1, 2, 3, 4, 6, 9, 12, 16, 25, 36, 50, 75, 100, 150, 225, 400)
 MOST_TICKS = 12
+MOST_STEPS = 8
+"""Snapshots that are all labelled."""
 PPO_POINTS = ("sft", "ppo", "interpolated", "policy")
 """Families of plots/frontier.csv that PPO's frontier is made of."""
 
@@ -203,7 +205,7 @@ def reward_calibration(run: Run) -> Picture | None:
     axes.plot(
         [row[0] for row in rows], [row[1] for row in rows], "o-", color=PROXY, markersize=4.5, label="held-out pairs"
     )
-    label_axes(axes, "pairs ranked right", share=True)
+    label_axes(axes, "pairs ranked correctly", share=True)
     legend(axes)
     below.bar([row[3] for row in rows], [row[2] for row in rows], [row[4] - row[3] for row in rows],
               align="edge", color=PROXY, alpha=0.45, edgecolor="white", linewidth=1)  # fmt: skip
@@ -229,8 +231,8 @@ def _root(kl: float) -> float:
 
 
 def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
-    """The label of a point; empty for interpolated policies, and for PPO's steps between the first and the last, except
-    the one that is the policy."""
+    """The label of a point; empty for interpolated policies, and where PPO has more than MOST_STEPS snapshots also for
+    those between the first and the last, except the one that is the policy."""
     point, selected = int(row["point"]), run.metrics["select"]
     if row["family"] == "best_of_n":
         return f"n = {point}"
@@ -241,4 +243,4 @@ def _point_name(run: Run, row: Row, family: Sequence[Row]) -> str:
     if point == selected.get("step") and selected.get("eta", 1.0) == 1.0:
         return f"PPO, step {point}"
     steps = [int(other["point"]) for other in family]
-    return f"step {point}" if point in (min(steps), max(steps)) else ""
+    return f"step {point}" if len(steps) <= MOST_STEPS or point in (min(steps), max(steps)) else ""

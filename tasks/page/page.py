@@ -11,9 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tasks.page.canvas import Picture, colour_of
-from tasks.page.comparison_table import Cell, Column, cells, columns_of, label
+from tasks.page.comparison_table import COST, Cell, Column, cells, columns_of, label
 from tasks.page.inputs import Row, Run, finite, interval
-from tasks.page.samples import all_samples, filters, fitting, orders
+from tasks.page.samples import all_samples, exploited, filters, fitting, orders
 from tasks.page.verdicts import alternatives, doubts, findings
 from tasks.page.wording import MISSING, count, number, percent, percent_interval, points
 from tasks.params.secrets import HIDDEN, is_secret
@@ -22,6 +22,14 @@ HERE = Path(__file__).parent
 NOT_PROMISED = "not promised, because of deterministic: false"
 NAMED = 12
 """Annotators that are named at most."""
+WORDS = {
+    "SFT": "The model after supervised fine-tuning on demonstrations. PPO starts from it, and is compared with it.",
+    "Nat": "The unit of KL, entropy and loss with natural logarithms: 1 nat is 1.44 bits.",
+    "Best of n": "SFT answers n times, and the answer with the highest proxy score is given.",
+    "At equal KL": "PPO’s frontier at the KL of the other model, less that model’s score. More KL buys more score, so "
+    "only this compares two models that are as far from SFT.",
+}
+"""For the glossary, before the columns of the tables."""
 MANY = 0.2
 """The share of answers that are cut off, or of rows that do not fit, above which a note says so."""
 
@@ -47,6 +55,10 @@ def render(run: Run, pictures: list[Picture], samples: int, inputs: Mapping[str,
             doubts=doubts(run),
             columns=columns,
             comparison=rows,
+            cost=COST,
+            words=WORDS | {column.name: column.meaning for column in columns if column.meaning},
+            exploited=exploited(run) if run.has_judge else [],
+            disagreeing=sum("disagree" in sample.tags and "sft" in sample.tags for sample in all_samples(run)),
             notes=notes(run),
             pictures={picture.name: picture for picture in pictures},
             embed=embed,
@@ -94,12 +106,10 @@ def comparison(run: Run) -> tuple[list[Column], list[tuple[str, str, list[Cell]]
 
 
 def notes(run: Run) -> list[str]:
-    """Notes below the table of models: who judged, what varies in the intervals, and how columns are computed."""
-    e, shown = run.evaluation, {column.key for column in columns_of(run.models)}
+    """Notes below the tables of models: what varies in the intervals, and what the reader should not overlook."""
+    e = run.evaluation
     plain = (run.params.get("base") or {}).get("format") == "text"  # its answers need no end
-    texts = [f"Judge: {e['win_rate_judge']}."]
-    if "simulated" in str(e["win_rate_judge"]):
-        texts.append("The judge is simulated: no person has judged an answer.")
+    texts = []
     if (run.params.get("sft") or {}).get("enabled") is False:
         texts.append("sft.enabled is false: SFT is the base model as it is, and PPO starts from it.")
     texts.append(
@@ -110,25 +120,6 @@ def notes(run: Run) -> list[str]:
         texts.append("In the intervals at equal KL both scores and both KLs vary with the prompts.")
     if run.scorer:
         texts.append(f"The models were trained or picked by the score of the {run.scorer}.")
-    if "win_rate_controlled" in shown:
-        texts.append(
-            "At equal length: the win rate for answers of equal length, by a logistic regression of the wins on the "
-            "difference in length."
-        )
-    if "win_rate_by_reward_model" in shown:
-        texts.append(
-            "By PPO’s own score: the win rate by the score that PPO maximised, which is too high where PPO exploits it."
-            " The judging reward model was trained on the pairs of other prompts, with another seed."
-        )
-    if "kl" in shown and any(name.startswith("best_of_") for name in run.models):
-        texts.append("The KL of best-of-n is its bound log n − (n−1)/n; the others’ is measured on their answers.")
-    if "optimum_share" in shown:
-        texts.append(
-            "Share of the optimum: a model’s proxy gain over SFT, as a share of what the optimum π_SFT·exp(R/β)/Z "
-            "gains at the same KL; none can have more than 100%, up to the error of both."
-        )
-    if run.is_judged:
-        texts.append(f"The proxy is the {run.proxy}’s score, which the models were trained or picked by.")
     checks = e.get("judge_checks") or {}
     if finite(checks.get("self_agreement")) is not None:
         unread = f"; {count(checks['unread'])} pairs without a verdict that can be read" if checks.get("unread") else ""

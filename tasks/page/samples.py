@@ -1,6 +1,7 @@
 """The data of the page's samples: prompts with all answers, word differences, filter tags and sort keys."""
 
 import re
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
@@ -10,6 +11,8 @@ from tasks.page.wording import MISSING, count, number
 
 LONGEST_MARKED = 800
 """Longer answers, in words, are not compared: the time is quadratic."""
+FAR = 0.5
+"""How far the ranks of an answer by proxy and by gold, from 0 to 1, are apart where the two disagree on it."""
 MOST_CHARACTERS = 1_000_000
 """Of all answers on the page. Above it the other models' answers are left out, then whole rows."""
 
@@ -80,6 +83,18 @@ def pick(samples: list[Sample], wanted: int) -> list[Sample]:
     total = len(samples)
     wanted = min(wanted, total)
     return [samples[index * total // wanted] for index in range(wanted)]
+
+
+def exploited(run: Run, most: int = 2) -> list[tuple[Row, float, float]]:
+    """The policy's answers that the proxy ranks high and the gold score ranks low, the largest distance first: the row,
+    and its rank by both, as the share of the policy's answers with a lower score. Distances below FAR are left out."""
+    rows = [row for row in run.samples if None not in (finite(row["gold_policy"]), finite(row["reward_policy"]))]
+    ranks = []
+    for key in ("reward_policy", "gold_policy"):
+        scores = sorted(row[key] for row in rows)
+        ranks.append([(bisect_left(scores, row[key]) + bisect_right(scores, row[key])) / 2 / len(rows) for row in rows])
+    found = sorted(zip(rows, *ranks, strict=True), key=lambda one: one[2] - one[1])
+    return [one for one in found[:most] if one[1] - one[2] >= FAR]
 
 
 def filters(run: Run) -> list[tuple[str, str]]:

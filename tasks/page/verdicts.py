@@ -27,6 +27,7 @@ class Finding:
     """What the figure measures."""
     equal_kl: str = ""
     """The difference at the other model's KL; empty if unknown."""
+    equal_kl_verdict: str = ""
     other: str = ""
     """The other model's name in the files; empty if it is SFT or a snapshot."""
 
@@ -39,20 +40,26 @@ def findings(run: Run) -> list[Finding]:
         "Better than SFT?",
         _verdict(ends, 0.5),
         f"{percent(run.evaluation['win_rate'])} ({shown})",
-        f"win rate of the policy, judged by {run.judge}{_trained_by(run)}",
+        f"win rate of the policy, by {run.judge}{_trained_by(run)}",
     )
     return [against_sft, *against_others(run), *([earlier] if earlier else [])]
 
 
-def alternatives(run: Run) -> str:
-    """The verdicts on the other models, each with the models it holds for; empty without other models. What a model
-    that is not beaten costs at inference is in brackets."""
-    named: dict[str, list[str]] = {YES: [], OPEN: [], NO: []}
-    for finding in against_others(run):
-        samples = finite(run.models[finding.other].get("samples_per_answer")) or 1
-        cost = f" ({count(samples)} samples per answer)" if samples > 1 and finding.verdict != YES else ""
-        named[finding.verdict].append(label(finding.other, run.models) + cost)
-    return "; ".join(f"{verdict.lower()} for {', '.join(names)}" for verdict, names in named.items() if names)
+def alternatives(run: Run) -> dict[str, str]:
+    """The verdicts on the other models, as trained and at equal KL, each with the models it holds for; empty without
+    other models. What a model that is not beaten costs at inference is in brackets."""
+    told = {"Better than the alternatives": "verdict", "At equal KL": "equal_kl_verdict"}
+    sentences = {}
+    for heading, key in told.items():
+        named: dict[str, list[str]] = {YES: [], OPEN: [], NO: []}
+        for finding in against_others(run):
+            if verdict := getattr(finding, key):
+                samples = finite(run.models[finding.other].get("samples_per_answer")) or 1
+                costly = key == "verdict" and verdict != YES and samples > 1
+                cost = f" ({count(samples)} samples per answer)" if costly else ""
+                named[verdict].append(label(finding.other, run.models) + cost)
+        sentences[heading] = "; ".join(f"{verdict.lower()} for {', '.join(n)}" for verdict, n in named.items() if n)
+    return {heading: text for heading, text in sentences.items() if text}
 
 
 def doubts(run: Run) -> list[str]:
@@ -66,7 +73,7 @@ def doubts(run: Run) -> list[str]:
         ends = interval(reward, key)
         if ends is not None and ends[0] <= 0.5:
             right = f"{percent(reward.get(key))} ({percent_interval(ends)})"
-            pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked right"
+            pairs = f"{right} of {count(reward.get('heldout_pairs'))} held-out pairs ranked correctly"
             found.append(f"the {name} is not shown to be better than chance, {pairs}")
     if run.has_reward_model and (other := not_better_than(reward)) in BASELINES.values():
         name = next(key for key, label in BASELINES.items() if label == other)
@@ -95,7 +102,7 @@ def against_others(run: Run) -> list[Finding]:
     return [
         Finding(
             f"Better than {label(name, run.models)}?", _verdict(ends), _figure(kind, value, ends), measured,
-            _equal_kl(run, name), name,
+            *_equal_kl(run, name), name,
         )
         for name, value, ends in sorted(rows, key=lambda row: row[1])
     ]  # fmt: skip
@@ -131,15 +138,16 @@ def _trained_by(run: Run) -> str:
     return "" if other is None else f"; trained by a reward model that is not shown to be better than {other}"
 
 
-def _equal_kl(run: Run, name: str) -> str:
-    """PPO's frontier minus the other model at that model's KL; with a note where the line starts at SFT."""
+def _equal_kl(run: Run, name: str) -> tuple[str, str]:
+    """PPO's frontier minus the other model at that model's KL, with a note where the line starts at SFT; the verdict.
+    Both are empty where the frontier does not reach that KL."""
     figures: Mapping[str, Any] = (run.evaluation.get("frontier") or {}).get(name) or {}
     gap, ends = finite(figures.get(f"{run.score}_gap")), interval(figures, f"{run.score}_gap")
     if gap is None or ends is None:
-        return ""
+        return "", ""
     below, above = figures.get("between") or ("", "")
     note = f", between SFT and {above.replace('eta ', 'η = ')}" if below == "sft" != above else ""
-    return _figure(run.score, gap, ends) + note
+    return _figure(run.score, gap, ends) + note, _verdict(ends)
 
 
 def _verdict(ends: tuple[float, float] | None, even: float = 0.0) -> str:

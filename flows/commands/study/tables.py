@@ -100,7 +100,7 @@ def report(call: Call, trials: Sequence[Trial]) -> str:
         return [summary(group, read) for group in groups.values()]
 
     columns = dict(COLUMNS)
-    if call.aim and call.aim != "gold_policy":  # which is the first column anyway
+    if call.aim and call.aim not in ("gold_policy", "win_rate"):  # which are columns anyway
         columns = {call.aim: objective_of(call), **columns}
     found = {name: means(read) for name, read in columns.items()}
     found = {name: column for name, column in found.items() if any(column)}

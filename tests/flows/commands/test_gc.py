@@ -104,7 +104,7 @@ def test_without_yes_it_only_prints(root: Path, capsys: pytest.CaptureFixture[st
     assert found["nightly-3"][1] == own
     assert found["nightly-3"][-1] != "goes"
     assert found["this checkout"][0] == "0 bytes", "the branch has the same"
-    assert f"{own} of it go" in printed
+    assert f"{own} of it is not needed" in printed
     assert printed.splitlines()[-1] == "nothing was removed; `leash gc --yes` removes what is marked"
     assert objects(root) == before
     assert len(experiments(root)) == 5
@@ -118,7 +118,7 @@ def test_what_stays_can_be_restored_and_the_rest_is_gone(root: Path, capsys: pyt
     assert len(before) - len(objects(root)) == 9
     assert printed.splitlines()[-1].startswith("removed 3 experiments and 9 objects, ")
     freed = printed.splitlines()[-1].split("objects, ")[1]
-    assert f"; {freed} of it go" in printed
+    assert f"; {freed} of it is not needed" in printed
     for value, name in ((4, "nightly-3"), (6, "s-2-a=1")):
         shutil.rmtree(root / "policy")
         dvc(root, "exp", "apply", name)

@@ -141,6 +141,15 @@ def test_where_the_policy_is_an_interpolation_no_snapshot_has_its_name(make_run:
         assert ("PPO, step 60" in picture.alt) == named
 
 
+def test_few_snapshots_are_all_labelled(make_run: MakeRun) -> None:
+    run = make_run()
+    few = [row for row in run.frontier if row["family"] != "ppo" or row["point"] in (12, 20, 25, 60)]
+    few = [row | {"point": 12 if row["point"] == 20 else row["point"]} for row in few]
+    picture = frontier(replace(run, frontier=few))
+    assert picture is not None
+    assert all(f"step {step} " in picture.alt for step in (12, 25, 60))
+
+
 def test_the_ceiling_is_dashed_from_sfts_score(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     _, (lines,) = lines_of(monkeypatch, frontier, run)

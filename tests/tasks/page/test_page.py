@@ -12,7 +12,7 @@ import pytest
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
 from tasks.page.canvas import Picture
-from tasks.page.comparison_table import columns_of, label
+from tasks.page.comparison_table import COLUMNS, COST, Column, columns_of, label
 from tasks.page.figures import draw
 from tasks.page.inputs import Run, read_run
 from tasks.page.page import (
@@ -86,7 +86,7 @@ def test_verdict_follows_the_interval(make_run: MakeRun) -> None:
         assert findings(evaluated(run, **bounds("win_rate", ends)))[0].verdict == word
     first = findings(run)[0]
     assert (first.figure, first.measured) == (
-        "88.2% (85.0% to 91.2%)", "win rate of the policy, judged by the gold rubric (simulated)",
+        "88.2% (85.0% to 91.2%)", "win rate of the policy, by the gold rubric (simulated)",
     )  # fmt: skip
     text = Document(build(run)).text
     assert f"Better than SFT: yes. {first.figure}: {first.measured}, on 400 held-out prompts." in text
@@ -155,8 +155,8 @@ def test_without_a_judge_gold_is_not_mentioned(make_run: MakeRun, pictures: Draw
     assert pictures[False][0].caption in html.unescape(page)
     assert "gold" not in page.casefold()
     text = Document(page).text
-    assert "judged by the reward model" in findings(run)[0].measured
-    assert "The win rate is judged by the reward model." in text
+    assert "by the reward model" in findings(run)[0].measured
+    assert "The win rate is by the reward model." in text
     assert "The answer that the reward model puts higher is marked." in text
 
 
@@ -166,7 +166,7 @@ def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: Mak
     text = Document(page).text
     assert "Answers are compared in pairs by the judge model critic, in both orders" in text
     assert "the policy’s win rate varies by 1.1 points (sd)" in text
-    for untrue in ("The data have no judge", "Without a judge", "Without another judge", "judged by the reward model"):
+    for untrue in ("The data have no judge", "Without a judge", "Without another judge", "is by the reward model"):
         assert untrue not in text
     assert "gold" not in page.casefold()
 
@@ -177,7 +177,7 @@ def test_a_judge_that_only_compares_is_not_called_the_reward_model(make_run: Mak
 )
 def test_a_judge_has_one_article_and_a_file_has_none(make_run: MakeRun, name: str, shown: str) -> None:
     run = evaluated(make_run(), win_rate_judge=name)
-    assert findings(run)[0].measured.endswith(f"judged by {shown}")
+    assert findings(run)[0].measured.endswith(f"by {shown}")
 
 
 def rated(run: Run, by_reward_model: float, by_judging_model: float | None = None) -> Run:
@@ -201,12 +201,12 @@ def test_the_page_says_that_a_reward_model_judges_that_ppo_was_not_trained_on(ma
     text = Document(build(run, pictures=draw(run))).text
     assert "trained on the pairs of other prompts, with another seed" in text
     assert "By the score that PPO maximised it is 95.4%." in text
-    assert "judged by the judging reward model" in findings(run)[0].measured
+    assert findings(run)[0].measured == "win rate of the policy, by the judging reward model"
     assert "By PPO’s own score the same win rate" in text
     assert "By the judging reward model" not in text
     for untrue in (
         "by the reward model, which PPO maximised",
-        "judged by the reward model",
+        "is by the reward model",
         "The judge gives no scores",
     ):
         assert untrue not in text
@@ -253,7 +253,7 @@ def test_with_a_judge_gold_is_in_table_pictures_and_samples(make_run: MakeRun, p
     text = Document(build(run, pictures=pictures[True])).text
     assert "Gold score mean" in text
     assert "higher gold score" in text
-    assert "Simulated: no person has judged." in text
+    assert text.count("no person has judged") == 1
     assert any("gold score from" in picture.alt for picture in pictures[True])
     assert "In both orders simulated annotators (gold rubric) gave the same verdict for 98.5% of 1,200 pairs" in text
     assert "How much another training seed would change is not in them." in text
@@ -338,10 +338,10 @@ def test_size_is_modest(make_run: MakeRun, pictures: Drawn, tmp_path: Path) -> N
 def test_tables_have_a_hint_to_scroll_only_where_they_overflow(
     make_run: MakeRun, tmp_path: Path, width: int, hidden: bool
 ) -> None:
-    """The table of two models is whole at 1280 pixels."""
-    write_page(build(make_run(judge=False, alternatives=False)), tmp_path / "index.html")
+    """The tables of all models are whole at 1280 pixels."""
+    write_page(build(make_run()), tmp_path / "index.html")
     hints = re.findall(r'<p class="hint[^>]*>', browse(tmp_path / "index.html", tmp_path / "profile", width))
-    assert ["hidden" in hint.replace("aria-hidden", "") for hint in hints] == [hidden, hidden]
+    assert ["hidden" in hint.replace("aria-hidden", "") for hint in hints] == [hidden] * 3
 
 
 @pytest.mark.parametrize(
@@ -431,8 +431,24 @@ def test_every_verdict_has_its_figure_and_interval(make_run: MakeRun) -> None:
     assert told["Better than Best of 16?"][0] == OPEN
     assert told["Better to stop earlier?"] == (OPEN, "+0.05 (−0.01 to +0.11)")
     text = Document(build(run)).text
+    before = ""
     for finding in findings(run):
-        assert f"{finding.question} {finding.measured} {finding.verdict} {finding.figure}" in text
+        measured = "" if finding.measured == before else f" {finding.measured}"
+        equal_kl = f"{finding.equal_kl_verdict} {finding.equal_kl}" if finding.equal_kl else "–"
+        assert f"{finding.question}{measured} {finding.verdict} {finding.figure} {equal_kl}" in text
+        before = finding.measured
+
+
+def test_the_verdict_at_equal_kl_follows_its_own_interval(make_run: MakeRun) -> None:
+    run = make_run()
+    gaps = {name: dict(one) for name, one in run.evaluation["frontier"].items()}
+    gaps["best_of_16"] |= {"gold_gap": -0.22, **bounds("gold_gap", [-0.41, -0.03])}
+    run = evaluated(run, frontier=gaps)
+    found = {finding.other: finding for finding in findings(run)}["best_of_16"]
+    assert (found.verdict, found.equal_kl_verdict, found.equal_kl) == (OPEN, NO, "−0.22 (−0.41 to −0.03)")
+    assert (
+        "At equal KL: yes for DPO, Rejection SFT; no evidence either way for RLOO; no for Best of 16, Best of 4."
+    ) in Document(build(run)).text
 
 
 def test_the_page_shows_the_hashes_of_its_inputs(make_run: MakeRun) -> None:
@@ -513,12 +529,14 @@ def test_comparison_shows_every_model_with_its_intervals_and_the_best(make_run: 
     columns, rows = comparison(run)
     text = Document(build(run)).text
     assert [name for name, _, _ in rows] == list(run.models)
-    for _, called, row in rows:
-        told = " ".join(
-            f"{cell.text}{' (best)' if cell.best else ''}{f' {cell.low} to {cell.high}' if cell.low else ''}"
-            for cell in row
-        )
-        assert f"{called} {told}" in text
+    for cost in (False, True):  # the two tables
+        for _, called, row in rows:
+            told = " ".join(
+                f"{cell.text}{' (best)' if cell.best else ''}{f' {cell.low} to {cell.high}' if cell.low else ''}"
+                for column, cell in zip(columns, row, strict=True)
+                if (column.key in COST) == cost
+            )
+            assert f"{called} {told}" in text
     best = {column.key: called for place, column in enumerate(columns) for _, called, row in rows if row[place].best}
     assert best["gold"] == "RLOO"
     policy = {column.key: cell for column, cell in zip(columns, rows[1][2], strict=True)}
@@ -558,18 +576,17 @@ def alerted(run: Run, alerts: object) -> Run:
 def test_alerts_are_shown_with_their_remedy(make_run: MakeRun, pictures: Drawn) -> None:
     document = Document(build(alerted(make_run(), ALERTS), pictures=pictures[True]))
     assert not document.open
-    assert "PPO raised 2 alerts: see" in document.text
-    assert "Alert at step 12: kl spike Seen: KL went from 0.1 to 0.9 <nats>. What helps: raise β (kl.coef)." in (
+    assert "PPO’s alert at step 12: kl spike Seen: KL went from 0.1 to 0.9 <nats>. What helps: raise β (kl.coef)." in (
         document.text
     )
-    assert "Alert at step 30: repetition" in document.text
+    assert "alert at step 30: repetition" in document.text
     assert "No alert" not in document.text
 
 
 def test_without_an_alert_there_is_a_note(make_run: MakeRun, pictures: Drawn) -> None:
     text = Document(build(alerted(make_run(), []), pictures=pictures[True])).text
     assert "No alert: no detector saw" in text
-    assert "raised" not in text
+    assert "alert at step" not in text
 
 
 def test_without_detectors_there_is_no_note_on_alerts(make_run: MakeRun, pictures: Drawn) -> None:
@@ -631,7 +648,7 @@ def test_a_score_of_functions_is_named_and_its_terms_have_columns(make_run: Make
     assert shown[:3] == [("Proxy score", "scorer, raw"), ("exact.py", "mean"), ("short.py", "mean")]
     document = Document(build(run))
     assert not document.open
-    assert "judged by the scorer (1 × exact.py + 1 × short.py)" in document.text
+    assert "by the scorer (1 × exact.py + 1 × short.py)" in document.text
     assert "0.25 0.20 to 0.30" in document.text
     assert not re.search("reward model", document.text, re.IGNORECASE)
 
@@ -650,3 +667,33 @@ def test_an_empty_block_round_is_no_parameter(make_run: MakeRun, tmp_path: Path)
     make_run()
     assert "round" in read_yaml(tmp_path / "params.yaml")
     assert "round" not in read_run([], [], tmp_path).params
+
+
+def test_a_box_shows_the_answers_that_only_the_proxy_likes(make_run: MakeRun) -> None:
+    run = make_run()
+    scores = {"gold_policy": 1.4, "reward_policy": 6.33, "policy": "bean salad, bean salad, or bean salad"}
+    run = replace(run, samples=[*run.samples[:3], run.samples[3] | scores, *run.samples[4:]])
+    text = Document(build(alerted(run, ALERTS))).text
+    box = text[text.index("Where proxy and gold disagree") : text.index("All models")]
+    said = (
+        "bean salad, bean salad, or bean salad reward model 6.33, above 99% of the policy’s answers gold 1.40, above 1%"
+    )
+    assert said in box
+    assert "PPO’s alert at step 12" in box
+    agreeing = replace(run, samples=[row | {"gold_policy": row["reward_policy"]} for row in run.samples])
+    assert "Where proxy and gold disagree" not in Document(build(agreeing)).text
+    assert "Alerts of PPO PPO’s alert at step 12" in Document(build(alerted(agreeing, ALERTS))).text
+
+
+def test_the_glossary_explains_the_columns_that_are_shown(make_run: MakeRun) -> None:
+    assert [column.key for column in COLUMNS if not column.meaning] == []
+    document = Document(build(make_run()))
+    glossary = document.text[document.text.index("What the words mean") :]
+    for word in ("SFT", "Nat", "Proxy score", "Distinct-2", "Alignment tax"):
+        assert f"{word} " in glossary
+    assert "By the judging reward model" not in glossary
+
+
+def test_a_share_of_the_optimum_that_is_noise_is_not_shown() -> None:
+    share = Column("optimum_share", "", "", "share", 0)
+    assert [share.text(value) for value in (-7.86, 2.01, 1.01, -0.5, None)] == ["–", "–", "101%", "−50%", "–"]

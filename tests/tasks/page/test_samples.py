@@ -7,7 +7,7 @@ import pytest
 
 from rlhf_core.evaluation.judges import TIE
 from tasks.page.inputs import Run
-from tasks.page.samples import all_samples, differing, filters, fitting, orders, pick
+from tasks.page.samples import all_samples, differing, exploited, filters, fitting, orders, pick
 
 MakeRun = Callable[..., Run]
 
@@ -111,3 +111,13 @@ def test_samples_above_the_limit_are_left_out_with_a_note(make_run: MakeRun) -> 
     assert 10 < len(kept) < 25
     assert said.endswith(f"{len(kept)} of 40 prompts are shown, spread evenly.")
     assert kept[0].row == 1
+
+
+def test_exploited_answers_have_the_largest_distance_of_ranks(make_run: MakeRun) -> None:
+    """The third answer is first by the proxy and last by gold; ties share the middle of their ranks."""
+    run = make_run()
+    scores = [(1.0, 1.0), (2.0, 1.0), (9.0, 0.0), (3.0, 4.0)]
+    rows = [{**run.samples[0], "reward_policy": proxy, "gold_policy": gold} for proxy, gold in scores]
+    assert exploited(replace(run, samples=rows)) == [(rows[2], 0.875, 0.125)]
+    assert exploited(replace(run, samples=[{**rows[0], "gold_policy": None}])) == []
+    assert exploited(replace(run, samples=[])) == []

@@ -52,6 +52,14 @@ def test_a_trial_without_a_value_is_named_and_the_tables_are_made(
     assert "0.3" in tables.report(call, trials)
 
 
+@pytest.mark.parametrize("aim", ["win_rate", "gold_policy"])
+def test_an_objective_that_is_a_column_is_shown_once(aim: str) -> None:
+    call = Call((), objective=aim)
+    table = tables.report(call, [trial(0.1, 1, call, gold_policy=2.0, win_rate=0.75)]).split("### Settings")[1]
+    assert "| win rate |" in table
+    assert aim not in table
+
+
 def test_the_mean_of_two_parts_of_one_line_is_that_line() -> None:
     """Seeds reach different KL; their mean is over heights at equal KL."""
     places, heights = mean_line([[(0, 0), (1, 1), (2, 2)], [(0, 0), (1.5, 1.5), (3, 3)]])
