@@ -16,7 +16,7 @@ INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
-	@echo; python -m flows.cli where
+	@echo; echo "report: report/index.html   models: models/   MLflow's page: leash ui   commit and checks: leash doctor"
 
 test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny whole pipeline
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
@@ -94,4 +94,6 @@ frontier: setup  ## Three seeds at three β: the frontier at equal KL, tokens an
 	python -m flows.cli study -S ppo.kl.coef=0.05,0.13,0.3 -S seed=1,2,3 --objective gold_policy --constraint 'kl_per_sequence < 3' --name frontier
 
 audit: setup-dev  ## Known vulnerabilities of the pinned versions; needs a network, and fails without one
-	pip-audit --strict --requirement constraints.txt --no-deps --disable-pip
+	@pip-audit --strict --requirement constraints.txt --no-deps --disable-pip \
+		&& echo "audit: passed; no known vulnerability in constraints.txt" \
+		|| { echo "audit: FAILED; raise the versions listed above in constraints.txt, or give pip-audit a network"; exit 1; }

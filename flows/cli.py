@@ -3,12 +3,13 @@ Exit codes: 0; 2 for what the user can fix, with a line for each problem on stde
 was stopped."""
 
 import json
+import math
 import os
 import shlex
 import sqlite3
 import sys
 from collections.abc import Callable
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext, redirect_stdout, suppress
 from functools import partial, wraps
 from io import TextIOWrapper
 from pathlib import Path
@@ -69,12 +70,13 @@ def run(
     stages: list[str] | None = Argument(None, help="Stages, each with what it needs. None: all."),
     force: bool = Option(False, "--force", "-f", help="Run even what is up to date."),
     jobs: int = Option(1, min=1, help="Independent stages side by side; with GPUs, one GPU each (untested on GPUs)."),
-    timeout: float | None = Option(None, help="Seconds that one stage may take."),
+    timeout: float | None = Option(None, help="Seconds that one stage may take; with --sync, sending."),
     retries: int = RETRIES,
     retry_delay: float = Option(10.0, min=0.0, help="Seconds before a stage is repeated."),
     pull: bool = Option(False, "--pull", help="Fetch what DVC's remote has instead of computing it."),
     push: bool = Option(False, "--push", help="Send the results to DVC's remote."),
     dry_run: bool = Option(False, "--dry-run", help="Only print what would run, and why."),
+    sync: bool = Option(False, "--sync", help="Only send MLflow what it has not received; run nothing."),
     params: Path | None = Option(None, help="Copy this file over params.yaml first, such as examples/quick.yaml."),
 ) -> None:
     """Run the stages that are not up to date.
@@ -82,6 +84,11 @@ def run(
     One at a time, in the order of the graph, each as a Prefect task with retries and live progress.
     """
     root = find_root()
+    if sync:
+        if stages or force or dry_run or params is not None:
+            raise UserError("--sync runs no stage; leave out stages, --force, --dry-run and --params")
+        _sync(root, timeout)
+        return
     if params is not None:
         from flows.params_file import replace_params
 
@@ -96,12 +103,6 @@ def run(
     _exit(code)
     if not dry_run and RUN_VARIABLE not in os.environ:  # the workspace of an isolated run is removed
         print("\n" + _where(root))
-
-
-@command
-def where() -> None:
-    """Print the commit, and where report, models and MLflow page are."""
-    print(_where(find_root()))
 
 
 @command
@@ -268,12 +269,15 @@ def ui(port: int = Port(5000, help="Port of the page.")) -> None:
 
 @command
 def doctor() -> None:
-    """Check the machine and the project; print what to do."""
+    """Check the machine and the project; print what to do.
+
+    At the end: the commit, and where report, models and MLflow page are.
+    """
     root = find_root()
     from flows.commands.doctor import examine, render
 
     checks = examine(root)
-    print(render(checks))
+    print(f"{render(checks)}\n\n{_where(root)}")
     _exit(int(any(check.verdict == "BROKEN" for check in checks)))
 
 
@@ -303,7 +307,7 @@ def plan(
 def chat(
     model: Path = Argument(metavar="FOLDER", help="A model folder, such as models/policy."),
     beside: Path | None = Option(None, help="A second model folder, to answer below the first."),
-    temperature: float = Option(1.0, help="Of sampling; 1 is the model as PPO trains it."),
+    temperature: float = Option(1.0, help="Of sampling; 1: the model as PPO trains it, 0: always the likeliest token."),
     max_new_tokens: int = Option(256, min=1, help="Longest answer, tokens."),
     seed: int = Seed(1, help="Equal seeds and messages give equal answers."),
     system: str | None = Option(None, help="A system message for the whole conversation."),
@@ -315,6 +319,13 @@ def chat(
 
     One message a line. With --fresh every message is a conversation of its own, as the demo's models were trained.
     """
+    if not 0 <= temperature < math.inf:  # what can be refused is refused before torch is imported
+        raise UserError(f"--temperature {temperature:g}: give 0 (always the likeliest token) or a number above 0")
+    if eta is not None and not 0 <= eta <= 1:
+        raise UserError(f"--eta {eta:g}: give a number from 0 (the start model) to 1 (the trained model)")
+    for folder in (model, beside, None if eta is None else start):
+        if folder is not None and not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; name a model folder, such as models/policy")
     _quiet_models()
     from flows.commands.chat import Settings, run_chat
 
@@ -324,25 +335,41 @@ def chat(
 
 @command
 def trace(
-    prompt: str = Argument(metavar="PROMPT", help="The user's message."),
-    at: str | None = Option(None, help="policy or sft: where the step starts. None: policy if made."),
+    prompt: str | None = Argument(None, metavar="PROMPT", help="The user's message."),
+    at: str = Option("sft", help="Where the step starts: sft (the first step) or policy."),
     seed: int | None = Seed(None, help="Of batch and answers. None: that of params.yaml."),
     page: Path | None = Option(None, help="The page to write. None: work/trace.html."),
+    against: Path | None = Option(None, metavar="FILE", help="Compare a step of another trainer (.npz); no PROMPT."),
     as_json: bool = JSON,
 ) -> None:
     """Show one PPO step on one answer, token by token.
 
-    Log-probabilities, KL, reward, value, advantage, ratio and loss of every token.
+    Log-probabilities, KL, reward, value, advantage, ratio and loss of every token. With --against: the terms of
+    another trainer's step beside ours; exit code 1 where one differs.
     """
-    root = find_root()
-    if at not in (None, "policy", "sft"):
+    if (prompt is None) == (against is None):
+        raise UserError("give a PROMPT, or --against FILE, one of the two")
+    if at not in ("policy", "sft"):
         raise UserError(f"--at {at}: choose policy or sft")
+    print("trace: importing torch and transformers", file=sys.stderr, flush=True)
+    if against is not None:
+        from flows.commands.trace import against as other
+
+        found = other.compare(against.expanduser())
+        _print(as_json, found, other.render(found))
+        _exit(int(found["first"] is not None))
+        return
+    root = find_root()
     _quiet_models()
     from flows.commands.trace import terminal as shown
     from flows.commands.trace.page import write_trace
     from flows.commands.trace.trace import trace_prompt
+    from rlhf_core.progress import listening
+    from tasks.stage.progress import Watch
 
-    traced = trace_prompt(root, prompt, cast("Start | None", at), seed)
+    with redirect_stdout(sys.stderr), listening(Watch("trace:", 2.0, lambda line: None)):
+        traced = trace_prompt(root, str(prompt), cast("Start", at), seed)
+        print("\r\033[K" if sys.stderr.isatty() else "", end="", flush=True)
     path = (page.expanduser() if page is not None else root / "work" / "trace.html").absolute()
     write_trace(traced, path)
     _print(as_json, shown.as_dict(traced), f"{shown.render(traced)}\n\npage  {path}")
@@ -565,42 +592,30 @@ def round_(listing: bool = Option(False, "--list", help="Show the closed rounds 
 
 
 @command
-def clean(
-    everything: bool = Option(False, "--all", help="Also state from which a stopped stage continues."),
-    yes: bool = Option(False, "--yes", "-y", help="Remove without a question."),
-) -> None:
-    """Remove what dead runs have left behind."""
-    root = find_root()
-    from flows.commands.clean import clean as remove
-
-    remove(root, everything, yes)
-
-
-@command
 def gc(
     keep: int = Option(7, min=0, help="How many nightly experiments stay, the newest first."),
     studies: str = Option("", help="Studies whose experiments go, too, separated by commas."),
-    yes: bool = Option(False, "--yes", "-y", help="Remove what the table marks. Else it is only printed."),
+    work: bool = Option(False, "--work", help="Instead: what dead runs have left in work/."),
+    everything: bool = Option(False, "--all", help="With --work: also state from which a stopped stage continues."),
+    yes: bool = Option(False, "--yes", "-y", help="Remove what the table shows. Else it is only printed."),
 ) -> None:
-    """Show which run needs how much of DVC's cache, and remove old runs."""
+    """Show which run needs how much of DVC's cache, and remove old runs.
+
+    With --work: show what dead runs have left behind, and remove it.
+    """
     root = find_root()
+    if work:
+        if studies:
+            raise UserError("--studies is for experiments; leave it out with --work")
+        from flows.commands.clean import clean
+
+        clean(root, everything, yes)
+        return
+    if everything:
+        raise UserError("--all is for what dead runs have left; give it with --work")
     from flows.commands.gc import gc as collect
 
     collect(root, keep, _names(studies), yes)
-
-
-@command
-def sync(timeout: float = Option(0.0, min=0.0, help="Seconds that sending may take; 0: no limit.")) -> None:
-    """Make MLflow agree with what was run here (work/tracking, dvc.lock, metrics, plots)."""
-    root = find_root()
-    from tasks.stage.pipeline_run import finish
-    from tasks.tracking.settings import tracking_uri, without_credentials
-
-    missing = finish(root, timeout or None)
-    if not missing and (root / "dvc.lock").exists() and not (root / "metrics/evaluate.json").exists():
-        print("the results that dvc.lock names are not here; `dvc pull` fetches them", flush=True)
-    print(missing or f"MLflow at {without_credentials(tracking_uri(root))} has all that was run here", flush=True)
-    _exit(int(bool(missing)))
 
 
 def main() -> NoReturn:
@@ -635,6 +650,18 @@ def _quiet_models() -> None:
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+
+
+def _sync(root: Path, seconds: float | None) -> None:
+    """Make MLflow agree with what was run here: work/tracking, dvc.lock, metrics, plots."""
+    from tasks.stage.pipeline_run import finish
+    from tasks.tracking.settings import tracking_uri, without_credentials
+
+    missing = finish(root, seconds)
+    if not missing and (root / "dvc.lock").exists() and not (root / "metrics/evaluate.json").exists():
+        print("the results that dvc.lock names are not here; `dvc pull` fetches them", flush=True)
+    print(missing or f"MLflow at {without_credentials(tracking_uri(root))} has all that was run here", flush=True)
+    _exit(int(bool(missing)))
 
 
 def _where(root: Path) -> str:

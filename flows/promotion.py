@@ -167,7 +167,9 @@ def judge(home: Path, name: str, commit: str, registry: Registry) -> Decision:
     with _one_at_a_time(home):
         challenger = registry.by_digest(policy_digest(home, experiment))
         if challenger is None:
-            raise UserError(f"MLflow has no version of the policy of {name}; `leash sync`, then `leash promote {name}`")
+            raise UserError(
+                f"MLflow has no version of the policy of {name}; `leash run --sync`, then `leash promote {name}`"
+            )
         registry.set_alias(CHALLENGER, challenger)
         champion = registry.by_alias(CHAMPION)
         before, reason = champion.number if champion else None, ""

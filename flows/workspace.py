@@ -1,7 +1,7 @@
 """Isolated workspaces: a git worktree at a commit in `work/runs/NAME/tree`, with its own parameters, locks and state.
 
 It shares the DVC cache of the checkout that it was made from, or has an empty one. A workspace that a killed process
-has left is continued; `leash clean` lists those that are kept.
+has left is continued; `leash gc --work` lists those that are kept.
 """
 
 import json

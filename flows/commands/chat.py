@@ -1,6 +1,5 @@
 """`leash chat`: reads messages from a terminal or a pipe, and prints the models' answers."""
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,6 +21,7 @@ class Settings:
     """Settings of a conversation and of sampling."""
 
     temperature: float
+    """0: always the likeliest token."""
     max_new_tokens: int
     seed: int
     fresh: bool = False
@@ -33,8 +33,6 @@ def run_chat(
 ) -> None:
     """Answer until the input ends. `interpolation`: the start model's folder and eta, for the first model. Raises
     UserError for a folder that holds no language model, and for models that cannot be interpolated."""
-    if not 0 < settings.temperature < math.inf:
-        raise UserError(f"--temperature {settings.temperature}: give a number above 0")
     models: list[ChatModel] = []
     found = [(path, *project_settings(path)) for path in (folder, beside) if path is not None]
     for path, trusted, _ in found:

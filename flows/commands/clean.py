@@ -1,5 +1,5 @@
-"""`leash clean`: lists and removes what dead runs have left behind: state in `work/`, half-written outputs, isolated
-workspaces. What MLflow has not received stays."""
+"""`leash gc --work`: lists and removes what dead runs have left behind: state in `work/`, half-written outputs,
+isolated workspaces. What MLflow has not received stays."""
 
 import re
 import sys
@@ -59,7 +59,7 @@ def clean(root: Path, everything: bool, yes: bool) -> None:
     if yes or (sys.stdin.isatty() and typer.confirm(f"Remove {_count(found.leftovers)}?")):
         print(remove(root, found.leftovers, everything))
     else:
-        print("nothing was removed; `leash clean --yes` removes what the table lists")
+        print("nothing was removed; `leash gc --work --yes` removes what the table lists")
 
 
 def find_leftovers(root: Path, everything: bool, locked: Collection[str] = ()) -> Found:
@@ -150,7 +150,7 @@ def render(root: Path, found: Found) -> str:
     lines = [table([("path", "size", "why"), *rows])] if rows else ["nothing is left behind"]
     lines += [f"stays: {text}" for text in found.stays]
     if waiting := len(record.pending(root, settings.uri_mark(settings.tracking_uri(root)))):
-        lines.append(f"stays: work/tracking: {waiting} runs are not all in MLflow; `leash sync` sends them")
+        lines.append(f"stays: work/tracking: {waiting} runs are not all in MLflow; `leash run --sync` sends them")
     return "\n".join(lines)
 
 

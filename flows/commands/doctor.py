@@ -17,6 +17,7 @@ from flows.graph import read_graph
 from flows.text import table
 from rlhf_core.errors import UserError
 from tasks.stage.definition import WRITTEN, edited_files, git
+from tasks.tracking import record, settings
 from tasks.tracking.settings import without_credentials
 
 DISK_GIB = 5.0
@@ -197,3 +198,5 @@ def _mlflow(root: Path) -> Iterator[Check]:
     else:
         new = "" if database.is_file() else " (created by the first run)"
         yield Check("mlflow", "ok", shown or f"{database}{new}")
+    if waiting := len(record.pending(root, settings.uri_mark(settings.tracking_uri(root)))):
+        yield Check("mlflow", "note", f"runs that are not all there: {waiting}", "leash run --sync")

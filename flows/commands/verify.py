@@ -192,7 +192,7 @@ def _require_room(project: Project, stages: Sequence[str]) -> None:
     if free < needed:
         raise UserError(
             f"{project.root}: {needed / 2**30:.1f} GiB are needed for a clone and {free / 2**30:.1f} GiB are free; "
-            "`leash clean` and `leash gc` free some"
+            "`leash gc --work` and `leash gc` free some"
         )
 
 
@@ -273,5 +273,5 @@ def render(report: Report) -> str:
         stages = len({finding.stage for finding in report.findings})
         lines.append(f"same: all {len(report.findings)} outs of {stages} stages have the recorded bytes ({machine})")
     if report.kept:
-        lines.append(f"the clone is kept: {report.kept} (`leash clean` removes it)")
+        lines.append(f"the clone is kept: {report.kept} (`leash gc --work` removes it)")
     return "\n".join(lines)

@@ -26,6 +26,9 @@ from rlhf_core.models.sampling import stream_response
 
 UNFINISHED = "�"
 """A decoder's output for an incomplete character."""
+GREEDY = 1e-9
+"""The temperature used for 0: logits that differ in float32 are then so far apart that the likeliest token has
+probability 1. Equal logits share it."""
 
 
 @dataclass
@@ -72,7 +75,8 @@ class ChatModel:
 
     def answer(self, key: tuple[int, ...], max_new_tokens: int, temperature: float) -> Iterator[str]:
         """The answer, piece by piece; what was read of it is added to the conversation. `key` alone decides its
-        randomness. It ends at a stop token, at `max_new_tokens`, or where the context is full."""
+        randomness; at temperature 0 each token is the likeliest one, for every key. It ends at a stop token, at
+        `max_new_tokens`, or where the context is full."""
         prompt, ids = encode_prompt(self.tokenizer, self.conversation), []
 
         def noted(tokens: Iterable[int]) -> Iterator[int]:
@@ -83,9 +87,9 @@ class ChatModel:
         tokens = stream_response(
             self.model,
             prompt,
-            key,
+            key if temperature else (0,),
             max_new_tokens=min(max_new_tokens, self._room()),
-            temperature=temperature,
+            temperature=temperature or GREEDY,
             stop_ids=self.stop_ids,
         )
         try:

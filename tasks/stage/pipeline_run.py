@@ -95,7 +95,8 @@ class Tracking:
         uri = settings.tracking_uri(self._root)
         if self._waits and status == "FINISHED" and record.pending(self._root, settings.uri_mark(uri)):
             where = settings.without_credentials(uri)
-            print(f"tracking: not all is in MLflow at {where}; `leash sync` sends it", file=sys.stderr, flush=True)
+            text = f"tracking: not all is in MLflow at {where}; `leash run --sync` sends it"
+            print(text, file=sys.stderr, flush=True)
 
 
 def collect(root: Path) -> Path | None:

@@ -18,7 +18,7 @@ SYNC_SECONDS = 60.0
 FOLLOW_AFTER_SECONDS = 20.0
 """A stage that runs for longer is followed while it runs; importing mlflow takes longer than many a stage."""
 SECONDS_AT_THE_END = 12.0
-"""The process beside a stage ends at most this long after it; `leash sync` sends what is left."""
+"""The process beside a stage ends at most this long after it; `leash run --sync` sends what is left."""
 CODE = Path(__file__).resolve().parents[2]
 
 
@@ -44,7 +44,7 @@ def sync(root: Path, seconds: float | None = SYNC_SECONDS) -> str:
             reason = str(error)
     where = settings.without_credentials(uri)
     reason = settings.without_credentials(reason)
-    return f"tracking: not all is in MLflow at {where} ({reason}); `leash sync` tries again" if reason else ""
+    return f"tracking: not all is in MLflow at {where} ({reason}); `leash run --sync` tries again" if reason else ""
 
 
 def start_sidecar(

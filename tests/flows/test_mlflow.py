@@ -1,4 +1,4 @@
-"""`leash ui` and `leash sync`. That the page of `leash ui` starts is in tests/security/test_servers.py."""
+"""`leash ui` and `leash run --sync`. That the page of `leash ui` starts is in tests/security/test_servers.py."""
 
 import os
 import shutil
@@ -6,8 +6,8 @@ import socket
 from pathlib import Path
 
 import pytest
-import typer
 from mlflow.tracking import MlflowClient
+from typer.testing import CliRunner
 
 from flows import cli, processes
 from flows.server import _free_port
@@ -78,26 +78,27 @@ def unsent(tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("unsent")
-def test_what_is_missing_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_missing_is_sent(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     for _ in range(2):
-        cli.sync(timeout=60.0)
-        assert capsys.readouterr().out == f"MLflow at {uri} has all that was run here\n"
+        found = CliRunner().invoke(cli.app, ["run", "--sync", "--timeout", "60"])
+        assert found.stdout == f"MLflow at {uri} has all that was run here\n"
         assert [run.info.status for run in runs(MlflowClient(uri))] == ["FINISHED", "FINISHED"]
 
 
 @pytest.mark.usefixtures("unsent")
-def test_what_cannot_arrive_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_arrive_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:hunter2@{address}")
-    with pytest.raises(typer.Exit) as ended:
-        cli.sync(timeout=20.0)
-    printed = capsys.readouterr().out
-    assert ended.value.exit_code == 1
-    assert f"http://{address} (Connection refused); `leash sync` tries again" in printed
-    assert "hunter2" not in printed
+    found = CliRunner().invoke(cli.app, ["run", "--sync", "--timeout", "20"])
+    assert found.exit_code == 1
+    assert f"http://{address} (Connection refused); `leash run --sync` tries again" in found.output
+    assert "hunter2" not in found.output
     assert record.pending(tmp_path)
+
+
+def test_sync_runs_no_stage(tmp_path: Path) -> None:
+    found = CliRunner().invoke(cli.app, ["run", "--sync", "ppo"])
+    assert (found.exit_code, found.stderr.startswith("error: --sync runs no stage")) == (2, True)

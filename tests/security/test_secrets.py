@@ -48,7 +48,7 @@ def test_a_stage_with_a_dead_server_keeps_the_secrets_of_its_environment(project
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["where"], ["doctor"], ["ui"], ["run"], ["serve"]])
+@pytest.mark.parametrize("command", [["doctor"], ["ui"], ["run"], ["serve"]])
 def test_commands_show_addresses_without_their_secrets(project: "Project", command: list[str]) -> None:
     servers = {"PREFECT_API_URL": "http://somebody:s3cret-prefect@127.0.0.1:9/api"}
     done = project.run(sys.executable, "-m", "flows.cli", *command, **SECRETS, **servers)

@@ -48,18 +48,17 @@ class Traced:
     """How the step differs from one of the run."""
 
 
-def trace_prompt(root: Path, text: str, start: Start | None = None, seed: int | None = None) -> Traced:
+def trace_prompt(root: Path, text: str, start: Start = "sft", seed: int | None = None) -> Traced:
     """One PPO step with the settings of params.yaml on a batch of the prompt and prompts of the run.
 
-    `start` is `policy` (models/policy with models/critic, at the policy's step of the schedule), `sft` (step 1, with
-    the model that PPO begins with), or None (the policy where there is one). Raises UserError where models or prompts
-    are missing, and for a prompt that is empty or too long.
+    `start` is `sft` (step 1, with the model that PPO begins with) or `policy` (models/policy with models/critic, at the
+    policy's step of the schedule). Raises UserError where models or prompts are missing, and for a prompt that is empty
+    or too long.
     """
     if not text.strip():
         raise UserError("the prompt is empty; give the question, in quotation marks")
     params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     config, trusted, precision = params.ppo, params.trust_remote_code, params.precision
-    start = start or ("policy" if _is_model(root / POLICY) else "sft")
     at_end = start == "policy"
     needed = {SFT: True, REWARD: uses_reward_model(params.scorer), POLICY: at_end, CRITIC: at_end and config.has_critic}
     missing = [path for path, is_needed in needed.items() if is_needed and not _is_model(root / path)]

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import flows
 from flows.cli import app
 from flows.commands import chat
 from rlhf_core.config.base import ScratchConfig
-from rlhf_core.data.tokenizer import train_bpe
+from rlhf_core.data.tokenizer import decode_response, encode_prompt, train_bpe
+from rlhf_core.inspect.dialogue import load_chat_model
 from rlhf_core.models.hf import build_llama, save_checkpoint
 
 Leash = Callable[..., Result]
@@ -53,10 +55,20 @@ def test_a_pipe_gets_answers_and_nothing_else(leash: Leash) -> None:
     assert len(leash(messages, "models/policy", "--max-new-tokens", "40").stdout) > len(found.stdout)
 
 
-def test_near_temperature_0_the_seed_changes_nothing(leash: Leash) -> None:
-    """The temperature reaches the sampler: near 0 the likeliest token is certain."""
-    options = ("models/policy", "--temperature", "1e-4", "--max-new-tokens", "8")
-    assert leash("egg\n", *options, "--seed", "1").stdout == leash("egg\n", *options, "--seed", "2").stdout
+def test_temperature_0_is_the_likeliest_token(leash: Leash, models: Path) -> None:
+    """The seed changes nothing, and each token has the largest logit."""
+    options = ("models/policy", "--temperature", "0", "--max-new-tokens", "8")
+    found = leash("egg\n", *options, "--seed", "1")
+    assert (found.exit_code, found.stdout) == (0, leash("egg\n", *options, "--seed", "2").stdout)
+    chat_model = load_chat_model(models / "policy", "policy")
+    chat_model.add_message("egg", 8)
+    ids = encode_prompt(chat_model.tokenizer, chat_model.conversation)
+    answer = list[int]()
+    while len(answer) < 8 and not chat_model.stop_ids & set(answer):
+        with torch.no_grad():
+            logits = chat_model.model(input_ids=torch.tensor([ids + answer])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    assert found.stdout.strip() == decode_response(chat_model.tokenizer, answer, chat_model.stop_ids).strip()
 
 
 def test_two_models_are_printed_below_each_other_with_their_names(leash: Leash) -> None:
@@ -110,10 +122,15 @@ def test_a_message_that_does_not_fit_is_answered_by_a_note(leash: Leash) -> None
         (["models/nowhere"], "models/nowhere: no such folder"),
         (["models"], "models: holds no model"),
         (["models/policy", "--beside", "models/rloo"], "models/rloo: no such folder"),
-        (["models/policy", "--temperature", "0"], "--temperature 0.0: give a number above 0"),
+        (["models/policy", "--temperature", "-1"], "--temperature -1: give 0"),
+        (["models/policy", "--temperature", "nan"], "--temperature nan: give 0"),
     ],
 )
-def test_users_errors_are_one_line(leash: Leash, arguments: list[str], words: str) -> None:
+def test_users_errors_are_one_line(
+    leash: Leash, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And come before a model is loaded."""
+    monkeypatch.setattr(chat, "load_chat_model", lambda *_, **__: pytest.fail("a model was loaded"))
     found = leash("", *arguments)
     assert found.exit_code == 2
     assert found.stderr.startswith(f"error: {words}")

@@ -1,4 +1,4 @@
-"""`leash clean`: removes what dead runs have left, and keeps what a run needs or a living process holds."""
+"""`leash gc --work`: removes what dead runs have left, and keeps what a run needs or a living process holds."""
 
 import os
 import shutil
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from dvc.repo import Repo
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.commands.clean import Found, Leftover, find_leftovers, remove, render
 from rlhf_core.locks import FileLock
 from tasks.stage.dvc_files import open_project
@@ -177,25 +179,32 @@ def test_what_waits_for_mlflow_stays(root: Path) -> None:
     live = stage(root, pipeline(root), "one", points=2)
     found = find_leftovers(root, True)
     assert not [path for path in paths(found, root) if "tracking" in path]
-    line = "stays: work/tracking: 1 runs are not all in MLflow; `leash sync` sends them"
+    line = "stays: work/tracking: 1 runs are not all in MLflow; `leash run --sync` sends them"
     assert line in render(root, found).splitlines()
     clean(root, everything=True)
     assert live.folder.exists()
 
 
 def leash_clean(root: Path, *words: str, stdin: int = subprocess.DEVNULL) -> list[str]:
-    """What `leash clean` prints."""
+    """What `leash gc --work` prints."""
     environment = os.environ | {"PYTHONPATH": str(PROJECT)}
-    command = [sys.executable, "-m", "flows.cli", "clean", *words]
+    command = [sys.executable, "-m", "flows.cli", "gc", "--work", *words]
     done = subprocess.run(command, cwd=root, env=environment, stdin=stdin, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
 def test_nothing_is_removed_without_a_yes(root: Path) -> None:
-    assert leash_clean(root)[-1] == "nothing was removed; `leash clean --yes` removes what the table lists"
+    assert leash_clean(root)[-1] == "nothing was removed; `leash gc --work --yes` removes what the table lists"
     assert (root / "work/one" / STALE).exists()
     assert leash_clean(root, "--yes")[-1] == "removed 1 things, 1.0 kB"
     assert leash_clean(root)[0] == "nothing is left behind"
+
+
+@pytest.mark.parametrize("words", [["--all"], ["--work", "--studies", "betas"]])
+def test_options_of_the_other_table_are_refused(root: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    monkeypatch.chdir(root)
+    assert CliRunner().invoke(app, ["gc", *words, "--yes"]).exit_code == 2
+    assert (root / "work/one" / STALE).exists()
 
 
 @pytest.mark.parametrize(("answer", "stays"), [("n", True), ("", True), ("y", False)])

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from flows.cli import app
 from flows.commands.doctor import Check, examine, render
 from tests.conftest import call
+from tests.tasks.tracking.conftest import pipeline, stage
 
 
 @pytest.fixture
@@ -70,6 +73,24 @@ def test_a_list_of_files_in_use_is_removed_only_where_dvc_is_dead(toy: Callable[
     assert found(own) == Check("locks", "note", f"DVC runs here (process {os.getpid()})")
     assert found("/bin/dvc repro").found == f".dvc/tmp/rwlock names dead processes: {os.getpid()}"
     assert found("/bin/dvc repro").advice == "rm .dvc/tmp/rwlock if DVC says that a file is busy"
+
+
+def test_what_mlflow_has_not_received_is_a_finding(toy: Callable[..., Path]) -> None:
+    root = toy({"one": ("work", [])})
+    assert not [check for check in examine(root) if check.advice == "leash run --sync"]
+    stage(root, pipeline(root), "one", points=2)
+    [check] = [check for check in examine(root) if check.advice == "leash run --sync"]
+    assert (check.name, check.found) == ("mlflow", "runs that are not all there: 1")
+
+
+def test_the_end_is_where_the_results_are(toy: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    root = toy({"one": ("work", [])})
+    (root / "report").mkdir()
+    (root / "report/index.html").touch()
+    monkeypatch.chdir(root)
+    end = CliRunner().invoke(app, ["doctor"]).stdout.split("\n\n")[-1].splitlines()
+    assert f"report  {root / 'report/index.html'}" in end
+    assert end[-1] == "MLflow  `leash ui` shows its page"
 
 
 def test_the_table_has_a_line_a_check_and_the_advice_after_it() -> None:

@@ -211,7 +211,7 @@ def test_a_disk_without_room_for_a_clone(recorded: Path, monkeypatch: pytest.Mon
     usage = shutil.disk_usage(recorded)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**29))
     monkeypatch.setattr(workspace, "opened", None)
-    with pytest.raises(UserError, match=r"3\.2 GiB are needed for a clone and 2\.5 GiB are free; `leash clean`"):
+    with pytest.raises(UserError, match=r"3\.2 GiB are needed for a clone and 2\.5 GiB are free; `leash gc --work`"):
         rebuild(recorded, "one")
 
 
@@ -335,7 +335,7 @@ def test_a_stopped_verification_leaves_nothing(
     end: Callable[["subprocess.Popen[str]"], None],
     code: int,
 ) -> None:
-    """No process and no clone is left; after SIGKILL, which cannot be handled, `leash clean` finds the clone."""
+    """No process and no clone is left; after SIGKILL, which cannot be handled, `leash gc --work` finds the clone."""
     root = recorded
     edit(root, "worker.py", "with pathlib", "time.sleep(100 if pathlib.Path('log.txt').exists() else 0)\nwith pathlib")
     process = leash(root, "verify")
@@ -349,8 +349,8 @@ def test_a_stopped_verification_leaves_nothing(
             with suppress(psutil.NoSuchProcess):  # the driver's guardian may have been faster
                 child.kill()
         [name, _] = leftovers(root)
-        assert call(root, *cli(), "clean").splitlines()[1].startswith(f"work/runs/{name} ")
-        assert "removed 1 things" in call(root, *cli(), "clean", "--yes")
+        assert call(root, *cli(), "gc", "--work").splitlines()[1].startswith(f"work/runs/{name} ")
+        assert "removed 1 things" in call(root, *cli(), "gc", "--work", "--yes")
     assert [child for child in family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
     assert leftovers(root) == []
 

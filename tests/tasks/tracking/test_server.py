@@ -139,7 +139,8 @@ def test_a_server_that_is_down_costs_one_line_and_nothing_is_lost(root: Path, mo
         begun = time.monotonic()
         line = sync(root)
         assert time.monotonic() - begun < 2.0
-    assert line == f"tracking: not all is in MLflow at http://{address} (Connection refused); `leash sync` tries again"
+    text = f"tracking: not all is in MLflow at http://{address} (Connection refused); `leash run --sync` tries again"
+    assert line == text
     assert sync(root) == ""
     assert [run.info.status for run in runs(MlflowClient(f"sqlite:///{root}/mlflow.db"))] == ["FINISHED", "FINISHED"]
     assert record.pending(root, settings.uri_mark(settings.tracking_uri(root))) == []
