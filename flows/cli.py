@@ -381,7 +381,7 @@ def lineage(
 
 @command
 def study(
-    file: Path | None = Argument(None, metavar="[FILE]", help="The study, in place of the options that define it."),
+    file: Path | None = Argument(None, metavar="FILE", help="The study, in place of the options that define it."),
     overrides: list[str] | None = Option(None, "--set", "-S", metavar="NAME=VALUES", help=VALUES),
     methods: str = Option("", help="Alternatives to train, by commas; others off. None: as they are."),
     name: str | None = Option(None, help="Of the study; the same call continues it. None: made up."),
@@ -450,7 +450,7 @@ def runs(
 
 @command
 def check_results(
-    file: Path | None = Argument(None, metavar="[FILE]", help="None: that of examples/ with the present parameters."),
+    file: Path | None = Argument(None, metavar="FILE", help="None: that of examples/ with the present parameters."),
     as_json: bool = JSON,
     write: bool = Option(False, "--write", help="Make the file from the figures here."),
     tolerance: float = Option(0.1, min=0.0, help="With --write: of each figure, as a share of it."),

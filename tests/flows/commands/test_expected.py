@@ -119,7 +119,7 @@ def test_figures_of_another_run_are_refused(demo: Path) -> None:
         ("heldout_accuracy:", "heldout_acuracy:", "heldout_acuracy: no such number; did you mean heldout_accuracy?"),
         ("tolerance: 0.036", "tolerence: 0.036", "sft.validation_loss.tolerence: unknown parameter; did you mean tol"),
         ("reward:", "reward: 1\nrewards:", "write `params: FILE`, and for each stage METRIC: {value: …, tolerance: …}"),
-        ("sft:", "sft: {}\nsfts:", "write `params: FILE`"),
+        ("\nsft:", "\nsft: {}\nsfts:", "write `params: FILE`"),
         ("params: examples/demo.yaml", "params: examples/absent.yaml", "absent.yaml: file not found"),
     ],
 )

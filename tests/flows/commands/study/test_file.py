@@ -165,7 +165,7 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(
     assert not (home / "work/studies").exists()
 
 
-def test_a_search_over_cases_runs_the_case() -> None:
+def test_the_overrides_of_a_case_stand_for_its_name() -> None:
     space = trials.read_space(["a=1,2"], (), {"x": ("b=1", "c=2")})
     (only,) = space.trials("s", ["x", "2"])
     assert (only.name, only.overrides) == ("s-case=x-a=2", ("b=1", "c=2", "a=2"))
