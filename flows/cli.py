@@ -438,6 +438,7 @@ def lineage(
 
 @command
 def study(
+    file: Path | None = Argument(None, metavar="FILE", help="The study, in place of the options that define it."),
     overrides: list[str] | None = Option(None, "--set", "-S", metavar="NAME=VALUES", help=VALUES),
     methods: str = Option("", help="Alternatives to train, by commas; others off. None: as they are."),
     name: str | None = Option(None, help="Of the study; the same call continues it. None: made up."),
@@ -455,10 +456,19 @@ def study(
     Each trial runs in a workspace of its own and becomes a DVC experiment and an MLflow run.
     """
     root = find_root()
+    from flows.commands.study.file import read_study
     from flows.commands.study.study import study as run_study
     from flows.commands.study.trials import Call
 
     call = Call(tuple(overrides or ()), tuple(_names(methods)), search, objective, constraint, not minimise)
+    if file is not None:
+        if call != Call(()):
+            raise UserError(
+                f"{file}: -S, --methods, --search, --objective, --constraint and --minimise do not go with a file; "
+                "write them into it (--search: leave out the file)"
+            )
+        written, call = read_study(root, file.expanduser())
+        name = name or written
     _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries)), pool))
 
 
@@ -520,6 +530,29 @@ def runs(
 
     found = listed(root, number)
     _print(as_json, found, render(found))
+
+
+@command
+def check_results(
+    file: Path | None = Argument(None, metavar="FILE", help="None: that of examples/ with the present parameters."),
+    as_json: bool = JSON,
+    write: bool = Option(False, "--write", help="Make the file from the figures here."),
+    tolerance: float = Option(0.1, min=0.0, help="With --write: of each figure, as a share of it."),
+) -> None:
+    """Compare the figures here with those that an example should give.
+
+    Names the first stage that is off. Exit code 1 where one is, 2 where they cannot be compared.
+    """
+    root = find_root()
+    from flows.commands import expected
+
+    path = file and file.expanduser().absolute()
+    if write:
+        print(expected.write(root, path, tolerance), flush=True)
+        return
+    found = expected.check(root, path)
+    _print(as_json, found, expected.render(found))
+    _exit(int(found["first_off"] is not None))
 
 
 @command

@@ -1,8 +1,11 @@
-"""Replaces params.yaml, and never loses an edit that git does not have."""
+"""Reads a YAML file as it is written, and replaces params.yaml without losing an edit that git does not have."""
 
 import hashlib
 import subprocess
 from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE, parse, read_yaml
@@ -18,6 +21,13 @@ def replace_params(root: Path, file: Path) -> None:
     parse(Params, read_yaml(file), file=file)
     require_room(root, "--params")
     (root / PARAMS_FILE).write_bytes(file.read_bytes())
+
+
+def read_written(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file without what `read_yaml` adds to parameters. Raises UserError as that does."""
+    read_yaml(path)
+    content: dict[str, Any] = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    return content
 
 
 def require_room(root: Path, option: str) -> None:

@@ -26,6 +26,8 @@ from tasks.stage.run import main as run_stage
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.yaml")) if not path.stem.endswith(".expected")]
+"""The parameter files of examples/."""
 
 RECORDER = f"""
 import sys

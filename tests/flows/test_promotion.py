@@ -25,7 +25,7 @@ from tasks.params.loader import parse, read_yaml
 from tasks.params.promote import PromoteParams
 from tasks.stage.dvc_adapter import apply_overrides
 from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry, Version
-from tests.conftest import ROOT, call, commit
+from tests.conftest import EXAMPLES, ROOT, call, commit
 
 Toy = Callable[..., Path]
 GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
@@ -68,7 +68,7 @@ def test_every_rule_must_hold(
     assert all(rule.broken in decision.title for rule in rules if not rule.holds)
 
 
-@pytest.mark.parametrize("file", ["params.yaml", *(str(path) for path in sorted(Path("examples").glob("*.yaml")))])
+@pytest.mark.parametrize("file", ["params.yaml", *(str(path.relative_to(ROOT)) for path in EXAMPLES)])
 def test_every_example_can_be_compared_with_a_champion(tmp_path: Path, file: str) -> None:
     shutil.copy2(ROOT / file, tmp_path / "params.yaml")
     call(tmp_path, "git", "init", "--quiet")

@@ -18,6 +18,7 @@ from tasks.params.evaluate import HELDOUT as EVALUATE_HELDOUT
 from tasks.params.loader import HELDOUT, PTX_FILE, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT
+from tests.conftest import EXAMPLES
 from tests.elsewhere import save_classifier, save_reward_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,7 +112,7 @@ def test_a_pretrained_run_whose_score_reaches_early_tokens_by_an_untrained_criti
     assert ("remark: ppo.lam^ppo.max_new_tokens is 4.7e-03: the score" in capsys.readouterr().out) == expected
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_is_valid_and_those_of_pretrained_models_suit_them(path: Path) -> None:
     params = parse(Params, read_yaml(path))
     if params.base.source == "pretrained":

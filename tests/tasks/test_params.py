@@ -15,9 +15,10 @@ from tasks.params.loader import is_switched_off, parse, read_yaml, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT, functions, is_reward_model, uses_reward_model
 from tasks.params.variant import Recipe, VariantParams
+from tests.conftest import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [ROOT / "params.yaml", *sorted((ROOT / "examples").glob("*.yaml"))]
+FILES = [ROOT / "params.yaml", *EXAMPLES]
 FILES_SOURCE = {"source": "files", "files": {"path": "set"}}
 
 Content = dict[str, Any]

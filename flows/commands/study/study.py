@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,9 +17,10 @@ from typing import Any
 
 import pandas as pd
 from optuna.trial import TrialState
+from ruamel.yaml import YAML
 
 from flows import isolated, processes, server, workspace
-from flows.commands.study import expressions, picture, tables, trials
+from flows.commands.study import expressions, file, picture, tables, trials
 from flows.commands.study.trials import FAILED, FINISHED, RUNNING, WAITING, Call, Search, Space, Trial
 from flows.isolated import as_name
 from flows.pool import Pool, TrialFailed, connect
@@ -238,7 +239,7 @@ def study(
 
 def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     """A new study, or the one of this name with its commit. Raises UserError as `study`."""
-    space = trials.read_space(call.overrides, call.methods)
+    space = trials.read_space(call.overrides, call.methods, call.cases)
     for expression in filter(None, (call.objective, call.constraint)):
         expressions.check(expression)
     if call.search and not space.varied:
@@ -247,11 +248,17 @@ def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     name = as_name(name) if name else trials.default_name(space, commit)
     path = home / STUDIES / name / CALL
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    wanted = {"commit": commit, "call": json.loads(json.dumps(asdict(call))), "command": command}
+    wanted = {"commit": commit, "call": json.loads(json.dumps(asdict(call), default=str)), "command": command}
     recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else wanted
+    if recorded is wanted and call.params is None and workspace.git(home, "status", "--porcelain", "--", PARAMS_FILE):
+        raise UserError(f"{PARAMS_FILE} has edits that are not committed, and a study runs a commit: commit them first")
     free = {} if call.search else dict.fromkeys(("objective", "constraint", "maximise"))  # these may change
-    if recorded["call"] | free != wanted["call"] | free:
+    if asdict(Call(())) | recorded["call"] | free != wanted["call"] | free:  # an earlier version has fewer fields
         raise UserError(f"study {name} was begun as `{recorded['command']}`; call it so, or choose another --name")
+    if call.params is not None:
+        written = workspace.git(home, "show", f"{recorded['commit']}:./{PARAMS_FILE}")
+        base = YAML(typ="safe", pure=True).load(written)
+        space = replace(space, fixed=(*file.changes(base, call.params), *space.fixed))
     made = Study(home, name, recorded["commit"], call, space)
     made.trials += trials.grid(name, space) if call.search is None else []
     trials.read_params(home, made.commit, made.trials)

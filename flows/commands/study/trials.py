@@ -5,7 +5,7 @@ import json
 import math
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,8 @@ from tasks.params.loader import PARAMS_FILE, parse, read_yaml
 from tasks.params.methods import BY_NAME
 from tasks.stage.dvc_adapter import Override, apply_overrides, parse_override
 
-SEED = "seed"
+SEED, CASE = "seed", "case"
+"""`CASE` is how tables and names of trials call the cases of a study file."""
 MOST_TRIALS = 1000
 DIGITS = 4
 """Significant digits of a number that Optuna suggests: equal to the name of its trial."""
@@ -41,6 +42,10 @@ class Call:
     constraint: str | None = None
     """Both are expressions over the metrics."""
     maximise: bool = True
+    cases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name → overrides: settings of several parameters each, crossed with `overrides`."""
+    params: Mapping[str, Any] | None = None
+    """The content of a parameter file, laid over params.yaml."""
 
     @property
     def aim(self) -> str | None:
@@ -87,6 +92,8 @@ class Space:
     """Overrides that all trials have."""
     seeds: tuple[int, ...]
     """Training seeds; empty: the one of params.yaml."""
+    cases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The overrides behind each value of `CASE`, if that is varied."""
 
     def names(self) -> list[str]:
         """The varied parameters, each by as many parts of its name as tell it from the others."""
@@ -96,22 +103,28 @@ class Space:
         """The trials of one setting, one for each seed: `values` are those of the varied parameters, in their order."""
         setting = tuple((one.name, value) for one, value in zip(self.varied, values, strict=True))
         parts = [f"{short}={value}" for short, value in zip(self.names(), values, strict=True)]
+        chosen: list[str] = []
+        for varied, value in setting:
+            chosen += self.cases[value] if varied == CASE else [f"{varied}={value}"]
         found = []
         for seed in [f"{SEED}={seed}" for seed in self.seeds] or [""]:
             name = as_name("-".join(filter(None, [study, *parts, seed])))
-            words = (*self.fixed, *(f"{varied}={value}" for varied, value in setting), *filter(None, [seed]))
+            words = (*self.fixed, *chosen, *filter(None, [seed]))
             found.append(Trial(name, setting, words))
         return found
 
 
-def read_space(overrides: Sequence[str], methods: Sequence[str]) -> Space:
-    """The space of these overrides; `methods` (if any) are the alternatives to PPO that are switched on, all others are
-    switched off. Raises UserError for an override that cannot be read, or a parameter or method named twice."""
+def read_space(
+    overrides: Sequence[str], methods: Sequence[str], cases: Mapping[str, tuple[str, ...]] | None = None
+) -> Space:
+    """The space of these overrides and cases; `methods` (if any) are the alternatives to PPO that are switched on, all
+    others are switched off. Raises UserError for an override that cannot be read, or a parameter or method named
+    twice."""
     if unknown := [name for name in methods if name not in BY_NAME and name != "ppo"]:
         hint = did_you_mean(unknown[0], BY_NAME)
         raise UserError(f"--methods {unknown[0]}{hint}; there are: ppo, {', '.join(BY_NAME)}")
     fixed = [f"++{name}.enabled={str(name in methods).lower()}" for name in BY_NAME] if methods else []
-    varied: list[Override] = []
+    varied = [Override(CASE, tuple(cases))] if cases else []
     seeds: tuple[int, ...] = ()
     known: set[str] = set()
     for text in overrides:
@@ -129,7 +142,7 @@ def read_space(overrides: Sequence[str], methods: Sequence[str]) -> Space:
             raise UserError(f"-S {text}: a parameter that params.yaml does not have can take one value only")
         else:
             varied.append(one)
-    return Space(tuple(varied), tuple(fixed), seeds)
+    return Space(tuple(varied), tuple(fixed), seeds, cases or {})
 
 
 def grid(study: str, space: Space) -> list[Trial]:

@@ -1,0 +1,144 @@
+"""`leash check-results`: the committed demo passes, the first stage that is off is named, and figures that belong to
+other parameters are not compared."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from flows.cli import main
+from flows.commands import expected
+from flows.params_file import read_written
+from rlhf_core.errors import UserError
+from tasks.records.recorded import recorded
+from tasks.stage.dvc_files import md5_of
+from tests.conftest import ROOT
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended
+
+DEMO = ROOT / "examples/demo.expected.yaml"
+
+
+def record(root: Path, stage: str, figures: dict[str, Any]) -> None:
+    """Write metrics/STAGE.json, and its hash into dvc.lock."""
+    path = root / f"metrics/{stage}.json"
+    before = recorded(root)[stage].outs[f"metrics/{stage}.json"]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(figures))
+    lock = root / "dvc.lock"
+    lock.write_text(lock.read_text(encoding="utf-8").replace(before, md5_of(path)), encoding="utf-8")
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    """The committed demo: git has the figures of metrics/summary.json; the loss of SFT is the expected one."""
+    for name in ("dvc.yaml", "dvc.lock", "params.yaml"):
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / "data").mkdir()
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    summary = json.loads((ROOT / "metrics/summary.json").read_text(encoding="utf-8"))
+    sft = read_written(DEMO)["sft"]
+    record(tmp_path, "sft", {name: figure["value"] for name, figure in sft.items()})
+    record(tmp_path, "reward", {"heldout_accuracy": summary["reward_accuracy"]})
+    record(tmp_path, "evaluate", summary)
+    return tmp_path
+
+
+def test_the_demo_of_the_example_is_that_of_params() -> None:
+    assert (ROOT / "examples/demo.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
+
+
+def test_the_committed_demo_passes(demo: Path) -> None:
+    found = expected.check(demo, None)
+    assert (found["file"], found["first_off"]) == ("examples/demo.expected.yaml", None)
+    assert {row["stage"] for row in found["figures"]} == {"sft", "reward", "evaluate"}
+    assert all(row["tolerance"] > 0 for row in found["figures"])
+    assert expected.render(found).endswith("\nall within tolerance")
+
+
+def test_the_first_stage_that_is_off_is_named(
+    demo: Path, in_process: Callable[..., "Ended"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First in the order of the pipeline."""
+    evaluate = json.loads((demo / "metrics/evaluate.json").read_text())
+    record(demo, "evaluate", evaluate | {"win_rate": 0.5})
+    record(demo, "reward", {"heldout_accuracy": 0.7})
+    monkeypatch.setattr(sys, "argv", ["leash", "check-results"])
+    ended = in_process(demo, main)
+    assert ended.code == 1
+    lines = ended.stdout.splitlines()
+    assert lines[-1] == "the first stage that is off: reward (heldout_accuracy)"
+    assert [line.split()[:2] for line in lines if "off by" in line] == [
+        ["reward", "heldout_accuracy"], ["evaluate", "win_rate"],
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["leash", "check-results", "--json"])
+    assert json.loads(in_process(demo, main).stdout)["first_off"] == "reward"
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_other_parameters_are_named(demo: Path) -> None:
+    edit(demo / "params.yaml", "coef: 0.13", "coef: 0.2")
+    with pytest.raises(UserError, match=r"demo.yaml, and params.yaml has other values of ppo.kl.coef;"):
+        expected.check(demo, None)
+
+
+def test_what_changes_no_figure_may_differ(demo: Path) -> None:
+    edit(demo / "params.yaml", "kl_below: 4.0", "kl_below: 3.0")
+    edit(demo / "params.yaml", "judge: {}", "judge: {}\nruntime: {tracking: false}")
+    assert expected.check(demo, None)["first_off"] is None
+
+
+def test_figures_of_another_run_are_refused(demo: Path) -> None:
+    """In a clone they are missing; after an edit of params.yaml they are of the parameters before."""
+    (demo / "metrics/sft.json").unlink()
+    (demo / "metrics/reward.json").write_text("{}")
+    for name in ("params.yaml", "examples/demo.yaml"):
+        edit(demo / name, "max_prompts: 400", "max_prompts: 300")
+    with pytest.raises(UserError) as refused:
+        expected.check(demo, None)
+    lines = str(refused.value).splitlines()
+    assert lines[0].startswith("metrics/sft.json: file not found; `dvc pull metrics/sft.json` fetches it")
+    assert lines[1].startswith("metrics/reward.json: dvc.lock does not say how it was made")
+    assert lines[2].startswith("metrics/evaluate.json: made with evaluate.max_prompts 400, now 300")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("reward:", "rewad:", "rewad: no such stage; did you mean reward?"),
+        ("heldout_accuracy:", "heldout_acuracy:", "heldout_acuracy: no such number; did you mean heldout_accuracy?"),
+        ("tolerance: 0.036", "tolerence: 0.036", "sft.validation_loss.tolerence: unknown parameter; did you mean tol"),
+        ("reward:", "reward: 1\nrewards:", "write `params: FILE`, and for each stage METRIC: {value: …, tolerance: …}"),
+        ("\nsft:", "\nsft: {}\nsfts:", "write `params: FILE`"),
+        ("params: examples/demo.yaml", "params: examples/absent.yaml", "absent.yaml: file not found"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(demo: Path, old: str, new: str, says: str) -> None:
+    edit(demo / "examples/demo.expected.yaml", old, new)
+    with pytest.raises(UserError) as refused:
+        expected.check(demo, None)
+    assert says in str(refused.value)
+
+
+def test_a_file_is_made_from_a_run(demo: Path) -> None:
+    record(demo, "ppo", {"reward_last": 5.5, "kl_last": None, "steps": 28})
+    (demo / "examples/demo.expected.yaml").unlink()
+    with pytest.raises(UserError, match="--write` makes one"):
+        expected.check(demo, None)
+    expected.write(demo, None, 0.1)
+    found = expected.check(demo, None)
+    assert found["first_off"] is None
+    assert [(row["expected"], row["tolerance"]) for row in found["figures"] if row["stage"] == "ppo"] == [(5.5, 0.55)]
+    edit(demo / "params.yaml", "coef: 0.13", "coef: 0.2")
+    with pytest.raises(UserError, match=r"copy it to examples/NAME.yaml first"):
+        expected.write(demo, None, 0.1)
