@@ -182,6 +182,18 @@ def test_a_wrong_call_is_one_line_and_changes_nothing(
     assert not (home / "work/studies").exists()
 
 
+def test_a_study_does_not_run_the_committed_parameters_in_place_of_edited_ones(
+    home: Path, in_process: Callable[..., "Ended"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["leash", "study", "-S", "seed=1,2"])
+    with (home / "params.yaml").open("a", encoding="utf-8") as params:
+        params.write("# another setting\n")
+    ended = in_process(home, main)
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)
+    assert "params.yaml has edits that are not committed" in ended.stderr
+    assert not (home / "work/studies").exists()
+
+
 def test_another_study_of_this_name_is_refused(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
     folder = home / "work/studies/betas"
     folder.mkdir(parents=True)
