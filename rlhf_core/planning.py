@@ -428,6 +428,8 @@ def ppo_phases(
         rounded = (size - frozen) * model.products if divided == 1 else 0
         held[WEIGHTS, "reference"] = size * model.parameters - rounded
         bodies["reference"] = size
+    if config.reference_ema is not None:
+        held[WEIGHTS, "moving reference"] = FLOAT32 * policy
     if separate:
         adapter = lora if config.critic.init == "sft" else reward_lora
         on_policy = lora is not None and adapter is not None

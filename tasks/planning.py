@@ -136,8 +136,8 @@ def config_of(params: Any, root: Path, folder: Path | None) -> PreTrainedConfig:
 class Scoring:
     """Models that score answers and have another body than the policy."""
 
-    base: Model | None = None
-    """That of `reward.base`."""
+    bases: tuple[Model, ...] = ()
+    """Those of `reward.base`, one for each reward model of the run; empty for the SFT model."""
     terms: int = 0
     """Parameters of the models below models/judges/ that are terms of `scorer`."""
     judge: int = 0
@@ -148,23 +148,25 @@ class Scoring:
     def passes(self, model: Model, scorers: int, judges: bool = False) -> float:
         """Passes of the policy's model that cost as much as all models that score, `scorers` of which are reward models
         of the run."""
-        own = scorers * (1.0 if self.base is None else self.base.products / model.products)
+        own = sum(base.products for base in self.bases) / model.products if self.bases else scorers
         return own + (self.terms + judges * self.judge) / model.products
 
-    def beside(self, phases: list[Phase], scorers: int, judges: bool = False) -> list[Phase]:
+    def beside(self, phases: list[Phase], judges: bool = False) -> list[Phase]:
         """The phases with the weights of these models in memory."""
-        own = 0 if self.base is None else scorers * self.base.size(None, frozen=True) * self.base.scalar
+        own = sum(base.size(None, frozen=True) * base.scalar for base in self.bases)
         held = Counter({(WEIGHTS, "reward model"): own + self.weight * (self.terms + judges * self.judge)})
         return [Phase(phase.name, phase.parts + held) for phase in phases]  # `+` leaves out what is 0
 
 
 def scoring_of(params: Any, root: Path, model: Model) -> Scoring:
     """The models that score beside those on the policy's body. Raises UserError where their folders are missing."""
-    base, trusted = None, params.trust_remote_code
-    if params.reward.base is not None and uses_reward_model(params.scorer):
-        folder = below_raw(root / "data" / "raw", params.reward.base, "reward.base")
-        with loading(model_folder(folder, f"reward.base: data/raw/{params.reward.base}")):
-            base = Model.of(load_config(folder, None, trusted), trusted, model.precision, model.accelerator)
+    bases, trusted = list[Model](), params.trust_remote_code
+    for name in params.reward.bases if uses_reward_model(params.scorer) else ():
+        folder = below_raw(root / "data" / "raw", name, "reward.base")
+        with loading(model_folder(folder, f"reward.base: data/raw/{name}")):
+            bases.append(Model.of(load_config(folder, None, trusted), trusted, model.precision, model.accelerator))
+    if params.reward.judge_share > 0:
+        bases += bases[:1]
 
     def parameters(name: str, key: str) -> int:
         folder = model_folder(root / JUDGES / name, f"{key}: {JUDGES}/{name}")
@@ -174,7 +176,7 @@ def scoring_of(params: Any, root: Path, model: Model) -> Scoring:
     judges = judge.kind == "reward_model"
     narrow = all((how.precision or params.precision) == "bfloat16" for how in (*named, *([judge] if judges else [])))
     return Scoring(
-        base,
+        tuple(bases),
         sum(parameters(term.model, "scorer") for term in named),
         parameters(judge.model, "judge.model") if judges else 0,
         BFLOAT16 if narrow else FLOAT32,
@@ -235,7 +237,7 @@ def plan_run(
     scores = uses_reward_model(params.scorer) or params.ppo.needs_critic_model
     parameters = {
         "policy": model.parameters,
-        "reward model": (others.base or model).scalar if scores else 0,
+        "reward model": max(one.scalar for one in others.bases or (model,)) if scores else 0,
         "trained": model.trained(params.ppo.lora),
     }
     peak = max(stage["peak"] for stage in stages.values())
@@ -501,7 +503,7 @@ def stages_of(
     rows, known = (None, Rows({})) if known is None else (known.counts, known)
     learns = uses_reward_model(params.scorer)
     scorers = (params.reward.members + (params.reward.judge_share > 0)) if learns else 0
-    on_body = scorers if others.base is None else 0  # as many scorers have the policy's body
+    on_body = 0 if others.bases else scorers  # as many scorers have the policy's body
     training = 1 - params.ingest.split.validation
     compared = None  # prompts with their answers, of the reward model and of DPO
     if rows is not None:
@@ -516,16 +518,19 @@ def stages_of(
 
     def pairs(name: str, config: Any) -> PlannedStage:
         lengths, is_policy = _within(prompt, config.max_tokens), isinstance(config, PairConfig)
-        plan, trained = pair_phases if is_policy else reward_phases, model if is_policy else others.base or model
-        work = None
+        plan, members = pair_phases if is_policy else reward_phases, [model]
+        if not is_policy:
+            members = list(others.bases[: config.members]) or [model] * config.members
+        largest, work = max(members, key=lambda member: member.scalar), None
         if compared is not None:
+            prompts = compared if is_policy else min(compared, config.max_pairs or compared)
             usual = known.lengths(
                 "ratings" if rated else "preference_prompts" if samples else "pairs", lengths, samples
             )
-            tokens = compared * (usual.prompt + answers * usual.response)
-            times = config.epochs * getattr(config, "members", 1)
-            work = Work(trained=round(times * tokens * trained.products / model.products), read=tokens * is_policy)
-        return PlannedStage(name, lambda: plan(trained, config, lengths, answers), work)
+            tokens = prompts * (usual.prompt + answers * usual.response)
+            passes = sum(member.products for member in members) / model.products
+            work = Work(trained=round(config.epochs * tokens * passes), read=tokens * is_policy)
+        return PlannedStage(name, lambda: plan(largest, config, lengths, answers), work)
 
     def loop(name: str, config: PPOConfig) -> PlannedStage:
         lengths = Lengths(min(prompt, config.max_prompt_tokens or prompt), config.max_new_tokens)
@@ -541,7 +546,7 @@ def stages_of(
         adapters = params.reward.lora if on_body else None
 
         def phases() -> list[Phase]:
-            return others.beside(ppo_phases(model, config, lengths, on_body, adapters), scorers)
+            return others.beside(ppo_phases(model, config, lengths, on_body, adapters))
 
         return PlannedStage(name, phases, work)
 
@@ -583,7 +588,7 @@ def stages_of(
     read = round(drawn * usual * (2 + others.passes(model, scorers, judges=True)))
 
     def evaluation() -> list[Phase]:
-        return others.beside(evaluate_phases(model, size, whole, seeds, on_body, between), scorers, judges=True)
+        return others.beside(evaluate_phases(model, size, whole, seeds, on_body, between), judges=True)
 
     yield PlannedStage("evaluate", evaluation, Work(drawn, drawn * whole.response, read))
 
@@ -656,8 +661,9 @@ def disk_of(model: Model, params: Any, others: Scoring = Scoring()) -> dict[str,
     scalars = params.reward.members + (params.reward.judge_share > 0) if uses_reward_model(params.scorer) else 0
     reward = params.reward.lora if scalars else None
     trained_models = 2 + params.sft.enabled + methods  # beside them the base model, or SFT that is a link to it
-    scored = others.base or model
-    models = FLOAT32 * (model.parameters * trained_models + scored.scalar * scalars + model.scalar * ppo.has_critic)
+    scored = others.bases or (model,) * scalars
+    of_scorers = sum(one.scalar for one in scored)
+    models = FLOAT32 * (model.parameters * trained_models + of_scorers + model.scalar * ppo.has_critic)
     in_bfloat16 = ppo.lora is None and params.precision == "bfloat16"
     each = trained * (BFLOAT16 if in_bfloat16 else FLOAT32)
     snapshots = each * math.ceil(ppo.steps / (ppo.snapshot_every or ppo.steps))
@@ -665,8 +671,8 @@ def disk_of(model: Model, params: Any, others: Scoring = Scoring()) -> dict[str,
     checkpoints = (KEPT + 1) * max(  # SFT and the reward model keep the whole model, PPO what it trains
         params.sft.enabled
         * (model.size(params.sft.lora) * model.parameters + 2 * FLOAT32 * model.trained(params.sft.lora)),
-        bool(scalars) * (scored.size(reward) * scored.scalar + 2 * FLOAT32 * scored.trained(reward, scalar=True)),
-        (trained + critic) * 3 * FLOAT32,
+        *(one.size(reward) * one.scalar + 2 * FLOAT32 * one.trained(reward, scalar=True) for one in scored),
+        (trained + critic) * 3 * FLOAT32 + (ppo.reference_ema is not None) * trained * FLOAT32,
     )
     sizes = {"models": models, "snapshots": snapshots, "cache": models + snapshots, "checkpoints": checkpoints}
     return sizes | {"total": sum(sizes.values())}

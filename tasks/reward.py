@@ -2,7 +2,7 @@
 their figures on held-out prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from tasks.training.trainer_setup import log_table, place_of, training_run
 REWARD, SFT = "models/reward", "models/sft"
 OF_JUDGE = 0
 """The number of the judging reward model, beside those of the members, which start at 1."""
+OF_PAIRS = 2**20
+"""The number of the draw of `reward.max_pairs`, beyond all members'."""
 
 
 NO_SCORES = PairScores(torch.zeros(0), torch.zeros(0))
@@ -57,18 +59,21 @@ class Fitted:
 
 def execute(stage: Stage[RewardConfig]) -> None:
     """Make models/reward, metrics/reward.json and the tables of plots."""
-    base, tokenizer, as_text = base_of(stage)
-    with loading(base):
-        config = load_config(base, trust_remote_code=trusts(stage))
-    limit = min(stage.params.max_tokens, context_of(config))
+    bases, tokenizer, as_text = bases_of(stage)
+    limit = stage.params.max_tokens
+    for base in bases:
+        with loading(base):
+            limit = min(limit, context_of(load_config(base, trust_remote_code=trusts(stage))))
     rated = bool(stage.read(RATINGS))
     read = rated_comparisons if rated else partial(comparisons, as_text=as_text)
     training, too_long = read(stage, tokenizer, "train", limit)
     heldout, also_too_long = read(stage, tokenizer, "validation", limit)
     own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
+    if stage.params.max_pairs is not None:
+        own = draw_pairs(own, stage.params.max_pairs, stage.seed)
 
-    members = [fit(stage, base, tokenizer, number, own, heldout) for number in range(1, stage.params.members + 1)]
-    judge = fit(stage, base, tokenizer, OF_JUDGE, judging, heldout) if judging else None
+    members = [fit(stage, base, tokenizer, number, own, heldout) for number, base in enumerate(bases, start=1)]
+    judge = fit(stage, bases[0], tokenizer, OF_JUDGE, judging, heldout) if judging else None
     if is_worker():
         return
 
@@ -87,6 +92,8 @@ def execute(stage: Stage[RewardConfig]) -> None:
         names = ("accuracy", "accuracy_low", "accuracy_high", "loss")
         metrics.update({f"judge_{name}": of_judge[f"heldout_{name}"] for name in names})
         metrics.update(judge_prompts=len(judging), train_prompts=len(own))
+    if stage.params.max_pairs is not None:
+        metrics["train_pairs"] = sum(len(c.pairs) for c in own)
     if rated:
         answers = {"train_ratings": training, "heldout_ratings": heldout}
         metrics.update({name: sum(len(c.responses) for c in found) for name, found in answers.items()})
@@ -101,7 +108,7 @@ def log_verdict(stage: Stage[RewardConfig], metrics: Mapping[str, Any]) -> None:
         return f"{metrics[key]:.1%} ({metrics[f'{key}_low']:.1%} to {metrics[f'{key}_high']:.1%})"
 
     others = "; ".join(f"{label} {shown(f'{name}_accuracy')}" for name, label in BASELINES.items())
-    stage.log(f"of {metrics['heldout_pairs']} held-out pairs {shown('heldout_accuracy')} ranked right; {others}")
+    stage.log(f"of {metrics['heldout_pairs']} held-out pairs {shown('heldout_accuracy')} ranked correctly; {others}")
     if "reward_rating_spearman" in metrics:
         names = {"reward": "the reward model", **BASELINES}
         known = [f"{label} {value:.2f}" for n, label in names.items()
@@ -114,22 +121,54 @@ def log_verdict(stage: Stage[RewardConfig], metrics: Mapping[str, Any]) -> None:
         )
 
 
-def base_of(stage: Stage[RewardConfig]) -> tuple[Path, PreTrainedTokenizerBase, bool]:
-    """The folder of the model that the reward model is trained on, its tokenizer, and whether that is another one than
-    the policy's, so that it reads sampled answers as text. Raises UserError for a `reward.base` that is not what
-    `ingest` has noted, or has no scalar model."""
-    tokenizer, name = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage)), stage.params.base
-    if name is None:
-        return stage.root / SFT, tokenizer, False
-    folder = as_noted(stage.root / "data" / "raw", name, stage.read_json(REWARD_BASE), "reward.base")
-    with loading(folder):
-        require_scalar_head(load_config(folder, trust_remote_code=trusts(stage)))
-    own = read_tokenizer(folder, trust_remote_code=trusts(stage))
-    pad = str(tokenizer.pad_token) if tokenizer.pad_token != own.eos_token else "<|pad|>"
-    completed, repairs = complete(own, pad, continues_text(tokenizer))
-    for repair in repairs:
-        stage.log(f"tokenizer of reward.base repaired: {repair}")
-    return folder, completed, not same_tokens(completed, tokenizer)
+def bases_of(stage: Stage[RewardConfig]) -> tuple[list[Path], PreTrainedTokenizerBase, bool]:
+    """The folder of the model that each member is trained on, their tokenizer, and whether that is another one than the
+    policy's, so that they read sampled answers as text. Raises UserError for a `reward.base` that is not what `ingest`
+    has noted, or has no scalar model, and for several with different tokenizers."""
+    tokenizer, names = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage)), stage.params.bases
+    if not names:
+        return [stage.root / SFT] * stage.params.members, tokenizer, False
+    pad, raw, noted = str(tokenizer.pad_token), stage.root / "data" / "raw", stage.read_json(REWARD_BASE)
+    found: dict[str, tuple[Path, PreTrainedTokenizerBase]] = {}
+    for name in dict.fromkeys(names):
+        files = noted.get(name, {}) if isinstance(stage.params.base, list) else noted
+        folder = as_noted(raw, name, files, "reward.base")
+        with loading(folder):
+            require_scalar_head(load_config(folder, trust_remote_code=trusts(stage)))
+        own = read_tokenizer(folder, trust_remote_code=trusts(stage))
+        completed, repairs = complete(own, pad if pad != own.eos_token else "<|pad|>", continues_text(tokenizer))
+        for repair in repairs:
+            stage.log(f"tokenizer of reward.base repaired: {repair}")
+        found[name] = folder, completed
+        if not same_tokens(completed, found[names[0]][1]):
+            raise UserError(
+                f"reward.base: data/raw/{name} has another tokenizer than data/raw/{names[0]} (vocabulary, chat "
+                "template or eos token): the members read the same tokens; list models with the same tokenizer"
+            )
+    completed = found[names[0]][1]
+    return [found[name][0] for name in names], completed, not same_tokens(completed, tokenizer)
+
+
+def draw_pairs(training: Sequence[Comparison], count: int, seed: int) -> list[Comparison]:
+    """The comparisons with `count` of their pairs, and only the responses of these; drawn by seed, so that the pairs of
+    a smaller count are among those of a larger one. Raises UserError where there are fewer pairs."""
+    places = [(index, pair) for index, comparison in enumerate(training) for pair in comparison.pairs]
+    if count > len(places):
+        raise UserError(
+            f"reward.max_pairs is {count}, and the reward model has {len(places)} training pairs; lower it, or set it "
+            "to null for all"
+        )
+    drawn: dict[int, list[tuple[int, int]]] = {}
+    for number in sorted(permutation(len(places), seed, OF_PAIRS)[:count]):
+        index, pair = places[number]
+        drawn.setdefault(index, []).append(pair)
+    found = []
+    for index, pairs in drawn.items():
+        kept = sorted({place for pair in pairs for place in pair})
+        responses = [training[index].responses[place] for place in kept]
+        renumbered = [(kept.index(better), kept.index(worse)) for better, worse in pairs]
+        found.append(replace(training[index], responses=responses, pairs=renumbered))
+    return found
 
 
 def split_prompts(training: list[Comparison], share: float, seed: int) -> tuple[list[Comparison], list[Comparison]]:

@@ -19,7 +19,7 @@ FIGURES = {
     "kl_per_sequence": "exact KL to the reference (nats per answer)",
     "reward_sft": "reward model's score of SFT",
     "reward_policy": "reward model's score of the policy",
-    "reward_accuracy": "held-out pairs that the reward model ranks right (share)",
+    "reward_accuracy": "held-out pairs that the reward model ranks correctly (share)",
     "response_tokens_policy": "length of the policy's answers (tokens)",
     "missing_eos_share": "share of answers without an end token",
     "alignment_tax": "alignment tax (nats per token)",

@@ -219,6 +219,11 @@ class PPOConfig(Block):
     """Responses sampled side by side; null: the whole batch. It changes no result, except for rounding."""
     whiten_advantages: bool = True
     """Normalise the advantages of a batch to mean 0 and variance 1."""
+    reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """After each step that trains the policy, the reference of the KL penalty moves toward the policy at this rate,
+    between 0 and 1: ref ← (1 − rate)·ref + rate·policy (WARP, Ramé et al. 2024). With `lora` the
+    matrices of the adapters are averaged. `kl` in plots/ppo.csv is still to the start of the reference, `kl_moving` to
+    where it is now. null: it stays."""
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -270,6 +275,15 @@ class PPOConfig(Block):
         quantised = self.lora is not None and self.lora.quantize != "none"
         if self.sharding == "fsdp" and (quantised or self.engine == "vllm"):
             raise ValueError("sharding fsdp divides float32 weights; set lora.quantize to none, and engine to leash")
+        return self
+
+    @model_validator(mode="after")
+    def _moving_reference_fits(self) -> "PPOConfig":
+        if self.reference_ema is not None and self.sharding == "fsdp":
+            raise ValueError(
+                "reference_ema moves whole weights, and sharding fsdp divides them; set sharding to none, or "
+                "reference_ema to null"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,22 +1,35 @@
 """Settings of the stage `reward`: the Bradley-Terry reward model."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from rlhf_core.config.block import Block, Count, LearningRate, NotNegative, Positive, PositiveNumber
 from rlhf_core.config.lora import LoraSettings, require_divisible
-from rlhf_core.config.paths import BelowRaw
+from rlhf_core.config.paths import BelowRaw, stay_below
 from rlhf_core.config.precision import Recomputed
+
+
+def _one_message(value: Any) -> Any:
+    """Raise ValueError for what is neither a text nor a list of texts: a union would give two messages."""
+    for name in value if isinstance(value, list) and value else [value]:
+        if not isinstance(name, str):
+            raise ValueError("give a folder below data/raw/, or a list with one for each member")  # noqa: TRY004
+        stay_below(name)
+    return value
 
 
 class RewardConfig(Block):
     """The Bradley-Terry reward model: a scalar head on the SFT model's body, or on that of `base`. All pairs of a
     prompt are in one batch."""
 
-    base: BelowRaw | None = None
+    base: Annotated[BelowRaw | list[BelowRaw], BeforeValidator(_one_message)] | None = None
     """A folder below data/raw/ with another causal language model, on whose body the reward model is trained; it reads
-    texts with that model's tokenizer and chat template. null: the SFT model."""
+    texts with that model's tokenizer and chat template. A list has one folder for each of the `members`, all with the
+    same tokenizer; the model of `judge_share` is trained on the first. null: the SFT model."""
+    max_pairs: Annotated[int, Field(ge=2)] | None = None
+    """Train on this many of the training pairs that PPO's reward model has, drawn by seed: those of a smaller number
+    are among those of a larger one. Held-out pairs and the pairs of `judge_share` stay. null: all."""
     learning_rate: LearningRate = 1e-5
     """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
     epochs: PositiveNumber = 1.0
@@ -55,3 +68,17 @@ class RewardConfig(Block):
     def _divisible(self) -> "RewardConfig":
         require_divisible(self.processes, self.lora)
         return self
+
+    @model_validator(mode="after")
+    def _a_base_for_each_member(self) -> "RewardConfig":
+        if isinstance(self.base, list) and len(self.base) != self.members:
+            raise ValueError(
+                f"base lists {len(self.base)} models and members is {self.members}; list one for each member, or name "
+                "one for all"
+            )
+        return self
+
+    @property
+    def bases(self) -> list[str]:
+        """The folder of each member's base, that of the first also for the judging model; empty for the SFT model."""
+        return self.base if isinstance(self.base, list) else [] if self.base is None else [self.base] * self.members

@@ -1,6 +1,7 @@
 """The models of a PPO run. The critic is a separate model, a head on the policy's body (one pass for both), or absent;
-the reference is a frozen copy, or the policy with its adapter switched off."""
+the reference is a frozen copy, or the policy with its adapter switched off; with `reference_ema` another one moves."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -12,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from rlhf_core.config.lora import LoraSettings
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import TokenBatch, predict, state_values
 from rlhf_core.models.head import Predictions, examine
 from rlhf_core.models.hf import fresh_head, scalar_model_of
-from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.lora import Adapter, activate, active, active_adapters, add_lora
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.precision import autocast, keep_float32, round_products
@@ -29,6 +31,8 @@ from rlhf_core.models.sharding import divide, is_divided, rejoin, within
 from rlhf_core.models.shared_body import merged_scalar_model, recompute_with, shares_body
 from rlhf_core.models.token_logprobs import Compared, compare_distributions
 
+MOVING = "moving_reference"
+"""The name of the moving reference, and of its adapter."""
 START_KL = 1e-5
 """Largest exact KL of policy and reference with equal weights, in nats per token."""
 Values = Float[Tensor, "rows time"]
@@ -39,7 +43,7 @@ class ActorCritic:
     """Policy, critic and reference of a PPO run.
 
     Args:
-        config: kind of critic, adapters, and gradient checkpointing.
+        config: kind of critic, adapters, moving reference, and gradient checkpointing.
         policy: a causal language model, dropout off; trained.
         reference: the frozen reference, loaded as the policy, so that it computes as the policy does; `None` only with
             `lora`: the policy with its adapter switched off.
@@ -73,19 +77,34 @@ class ActorCritic:
             self.adapters |= {name: add_lora(model, config.lora, seed) for name, model in self._bodies().items()}
         if reference is not None:
             reference.eval().requires_grad_(False)
-            if precision == "bfloat16" and config.lora is None and not is_divided(reference):
-                can_pack(reference)  # decided in float32
-                examine(reference)
-                round_products(reference)
+        self.moving: PreTrainedModel | Adapter | None = None
+        if config.reference_ema is not None:
+            self.moving = copy.deepcopy(reference) if config.lora is None else self._moving_adapter(config.lora, seed)
+        moving = None if isinstance(self.moving, Adapter) else self.moving
+        if reference is not None and precision == "bfloat16" and config.lora is None and not is_divided(reference):
+            for model in (reference, moving):
+                if model is not None:
+                    can_pack(model)  # decided in float32
+                    examine(model)
+            round_products(reference)  # not the moving one: its changes are smaller than the steps of bfloat16
         if precision == "bfloat16":
-            for model in (policy, reference):
+            for model in (policy, reference, moving):
                 if model is not None:
                     keep_float32(model.get_output_embeddings())
 
+    def _moving_adapter(self, lora: LoraSettings, seed: int) -> Adapter:
+        """A frozen adapter on the policy's body, equal to the policy's own; that one stays active."""
+        before = active_adapters(self.policy)
+        adapter = add_lora(self.policy, lora, seed, MOVING)
+        activate(self.policy, before)
+        for parameter in adapter.parameters():
+            parameter.requires_grad_(False)
+        return adapter
+
     def to(self, device: torch.device) -> "ActorCritic":
         """All models on one device."""
-        for module in (self.policy, self.reference, self.critic, self.head):
-            if module is not None:
+        for module in (self.policy, self.reference, self.critic, self.head, self.moving):
+            if isinstance(module, nn.Module):
                 module.to(device)
         return self
 
@@ -144,25 +163,24 @@ class ActorCritic:
             return within(self.critic, partial(state_values, self.critic, batch))
 
     @torch.no_grad()
-    def compare(self, batch: TokenBatch, temperature: float) -> tuple[Compared, Values]:
-        """Log-probabilities of policy and reference, their exact KL, and V(s_t) as in `read`; without a graph."""
+    def compare(self, batch: TokenBatch, temperature: float) -> tuple[Compared, Values, Compared | None]:
+        """Log-probabilities of policy and reference, their exact KL, and V(s_t) as in `read`; without a graph. Last
+        the same of policy and fixed reference, where the reference moves."""
         values = self.values(batch)
 
-        def compared() -> tuple[Compared, Tensor | None]:
-            predictions = predict(self.policy, batch)
-            with self.as_reference() as reference:
-                return within(
-                    reference,
-                    lambda: compare_distributions(
-                        predictions, predict(reference, batch), batch.response_tokens, temperature
-                    ),
-                ), predictions.states
+        def compared() -> tuple[list[Compared], Tensor | None]:
+            predictions, found = predict(self.policy, batch), list[Compared]()
+            for fixed in (False,) if self.moving is None else (False, True):
+                with self.as_reference(fixed) as reference:
+                    compare = partial(_compared, predictions, reference, batch, temperature)
+                    found.append(within(reference, compare))
+            return found, predictions.states
 
         with self.autocast():
-            found, states = within(self.policy, compared)
+            (found, *to_fixed), states = within(self.policy, compared)
         if self.head is not None and states is not None:
             values = batch.spread(self.head(states.float())[..., 0])
-        return found, values
+        return found, values, to_fixed[0] if to_fixed else None
 
     def read_policy(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
         """A function of the policy's predictions alone."""
@@ -187,13 +205,30 @@ class ActorCritic:
             return predict(model, batch)
 
     @contextmanager
-    def as_reference(self) -> Iterator[PreTrainedModel]:
-        """The reference: the frozen model, or the policy with its adapter switched off in this context."""
+    def as_reference(self, fixed: bool = False) -> Iterator[PreTrainedModel]:
+        """The reference of the penalty, which moves with `reference_ema`; or the `fixed` one: the frozen model, or the
+        policy with its adapter switched off in this context."""
+        if isinstance(self.moving, Adapter) and not fixed:
+            with active(self.policy, [MOVING]):
+                yield self.policy
+            return
+        if isinstance(self.moving, PreTrainedModel) and not fixed:
+            yield self.moving
+            return
         if self.reference is not None:
             yield self.reference
             return
         with self.adapters["policy"].off() as model:
             yield model
+
+    @torch.no_grad()
+    def move_reference(self, rate: float) -> None:
+        """ref ← (1 − rate)·ref + rate·policy for every weight, or every number of the adapters, of the moving
+        reference."""
+        assert self.moving is not None
+        policy = self.adapters.get("policy", self.policy)
+        for own, other in zip(self.moving.parameters(), policy.parameters(), strict=True):
+            own.lerp_(other, rate)
 
     def is_at_start(self) -> bool:
         """Whether policy and reference have the same weights (in bfloat16 where the reference's are), as before the
@@ -227,7 +262,7 @@ class ActorCritic:
         return {name: [p for p in found if p.requires_grad] for name, found in parameters.items()}
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """The trained weights, for a checkpoint."""
+        """The trained weights, and those of a moving reference, for a checkpoint."""
         return {name: part.state_dict() for name, part in self._stateful().items()}
 
     def load_state_dict(self, state: dict[str, dict[str, Tensor]]) -> None:
@@ -263,7 +298,12 @@ class ActorCritic:
 
     def _stateful(self) -> dict[str, PreTrainedModel | Adapter | nn.Linear]:
         parts: dict[str, PreTrainedModel | Adapter | nn.Linear] = {**self._bodies(), **self.adapters}
+        parts |= {MOVING: self.moving} if self.moving is not None else {}
         return parts | ({"critic": self.head} if self.head is not None else {})
+
+
+def _compared(predictions: Predictions, reference: PreTrainedModel, batch: TokenBatch, temperature: float) -> Compared:
+    return compare_distributions(predictions, predict(reference, batch), batch.response_tokens, temperature)
 
 
 def require_equal_start(
@@ -298,5 +338,9 @@ def _refuse_mismatch(
         trained, frozen = (model.get_input_embeddings().weight.dtype for model in (policy, reference))
         if trained != frozen:
             raise ValueError(f"the policy's embeddings are {trained}, the reference's {frozen}: load both in {trained}")
+    if reference is not None and config.lora is not None and config.reference_ema is not None:
+        raise ValueError(
+            "reference_ema with lora moves an adapter on the policy's start: no other reference can be given"
+        )
     if (critic is not None) != config.needs_critic_model:
         raise ValueError("a critic model is needed for advantage: gae with critic.kind: separate, and only there")

@@ -36,8 +36,8 @@ def step_row(
     learning_rate: float,
     kl_coef: float,
 ) -> dict[str, float | None]:
-    """The diagnostics of one step (counted from 1). KL in nats per sequence, entropy of the policy that sampled in nats
-    per token, lengths in tokens."""
+    """The diagnostics of one step (counted from 1). KL in nats per sequence, `kl_moving` to where a moving reference
+    is and the others to its start; entropy of the policy that sampled in nats per token, lengths in tokens."""
     real = rollout.mask.bool()
     lengths = rollout.lengths
     row: dict[str, float | None] = {
@@ -46,8 +46,8 @@ def step_row(
         "score": scores.used.mean().item(),
         "reward_shaped": credit.rewards.sum(dim=1).mean().item(),
         "gold": sum(scores.gold) / len(scores.gold) if scores.gold is not None else None,
-        "kl": rollout.ref_kl.sum(dim=1).mean().item(),
-        "kl_k1": credit.kl.sum(dim=1).mean().item(),
+        "kl": (rollout.ref_kl if rollout.fixed_kl is None else rollout.fixed_kl).sum(dim=1).mean().item(),
+        "kl_k1": _per_sequence(rollout, "k1"),
         "kl_k2": _per_sequence(rollout, "k2"),
         "kl_k3": _per_sequence(rollout, "k3"),
         "entropy": masked_mean(rollout.old_entropy, rollout.mask).item(),
@@ -68,6 +68,7 @@ def step_row(
         "repeated_ngram_share": repeated_ngram_share(rollout.response_ids),
         "repeating_answer_share": repeating_answer_share(rollout.response_ids),
     }
+    row |= {"kl_moving": rollout.ref_kl.sum(dim=1).mean().item()} if rollout.fixed_kl is not None else {}
     parts: dict[str, float | None] = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
     if JUDGE in scores.parts:
         parts["judge_correlation"] = correlation(scores.raw.tolist(), scores.parts[JUDGE])
@@ -75,7 +76,8 @@ def step_row(
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:
-    per_token = estimate_kl(rollout.old_logprobs, rollout.ref_logprobs, kind, rollout.mask)  # type: ignore[arg-type]
+    reference = rollout.ref_logprobs if rollout.fixed_logprobs is None else rollout.fixed_logprobs
+    per_token = estimate_kl(rollout.old_logprobs, reference, kind, rollout.mask)  # type: ignore[arg-type]
     return torch.where(rollout.mask.bool(), per_token, 0.0).sum(dim=1).mean().item()
 
 

@@ -29,13 +29,17 @@ class Rollout:
     old_logprobs: Float[Tensor, "batch time"]
     ref_logprobs: Float[Tensor, "batch time"]
     ref_kl: Float[Tensor, "batch time"]
-    """Exact KL(π_old ‖ π_ref) of each token's distribution, nats."""
+    """Exact KL(π_old ‖ π_ref) of each token's distribution, nats; π_ref is the reference of the penalty."""
     old_entropy: Float[Tensor, "batch time"]
     """Entropy of π_old's distribution of each token, nats."""
     old_values: Float[Tensor, "batch time"]
 
     rows: list[Mapping[str, object]] | None = None
     """The rows of the data behind the prompts, for scorers that read them."""
+    fixed_logprobs: Float[Tensor, "batch time"] | None = None
+    """log π of the start of the reference, which only diagnostics use; None where the reference does not move."""
+    fixed_kl: Float[Tensor, "batch time"] | None = None
+    """Exact KL of π_old to it, as `ref_kl`."""
 
     def batch(self, rows: Sequence[int], pad_id: int) -> TokenBatch:
         """The given rows as one padded batch on the rollout's device."""

@@ -195,7 +195,9 @@ class PPOTrainer:
             row |= {} if self.text is None else {"ptx_loss": row.get("ptx_loss")}  # not measured in the warm-up
             row |= {} if done.tokens else dict.fromkeys(update_columns(config))  # every answer was left out
             if plan.trains_policy:
-                self.controller.update(float(row["kl"] or 0.0), config.batch_size)
+                self.controller.update(float(row.get("kl_moving", row["kl"]) or 0.0), config.batch_size)
+                if config.reference_ema is not None:
+                    self.models.move_reference(config.reference_ema)
             self._step_schedulers(plan)
             self.steps_done += 1
             return row
@@ -213,8 +215,9 @@ class PPOTrainer:
         time_ = max(len(response) for response in sampled.responses)
         device = self.processes.device
         mask = to_rows([[1.0] * len(response) for response in sampled.responses], time_, device)
-        tables = [torch.zeros_like(mask) for _ in range(5)]
-        old_logprobs, ref_logprobs, ref_kl, old_entropy, old_values = tables
+        moves = self.config.reference_ema is not None
+        tables = [torch.zeros_like(mask) for _ in range(7 if moves else 5)]
+        old_logprobs, ref_logprobs, ref_kl, old_entropy, old_values, *to_fixed = tables
         rollout = Rollout(
             prompts=[self.prompts[i] for i in chosen],
             prompt_ids=prompt_ids,
@@ -229,14 +232,16 @@ class PPOTrainer:
             old_entropy=old_entropy,
             old_values=old_values,
             rows=self.rows and [self.rows[i] for i in chosen],
+            **dict(zip(("fixed_logprobs", "fixed_kl"), to_fixed, strict=False)),
         )
         plan = StepPlan.of(self.config, self.steps_done)
         for number, minibatch in enumerate(self._minibatches(rollout, plan, epochs=1)):
             report("reading", number * len(minibatch), len(chosen))
             for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, minibatch, plan)):
                 batch = rollout.batch(rows, self.pad_id)
-                found, values = self.models.compare(batch, self.config.temperature)
-                parts = (*map(batch.spread, found), values * batch.mask)
+                found, values, fixed = self.models.compare(batch, self.config.temperature)
+                parts = [*map(batch.spread, found), values * batch.mask]
+                parts += [] if fixed is None else map(batch.spread, (fixed.ref_logprobs, fixed.kl))
                 for table, part in zip(tables if counts else (), parts, strict=False):
                     table[rows, : batch.time] = part
         self.processes.all_reduce(tables)

@@ -4,6 +4,7 @@ lead out of it are refused; `rlhf_core.config.paths` refuses what can be seen in
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 from rlhf_core.errors import UserError
 
@@ -12,7 +13,7 @@ TEXTS = "data/ingest/ptx"
 PRETRAINED = "data/ingest/pretrained.json"
 """SHA-256 of each file of a pretrained model below data/raw/; empty where there is none."""
 REWARD_BASE = "data/ingest/reward_base.json"
-"""The same for the model that `reward.base` names."""
+"""The same for the model that `reward.base` names; where it lists several, by their names."""
 CACHED = re.compile(r"/files/md5/[0-9a-f]{2}/[0-9a-f]{30}$")
 """The end of a path in DVC's cache, the target of links with `cache.type symlink`."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -58,8 +59,11 @@ def hashes_of_files(raw: Path, name: str | None, key: str = "base.pretrained.mod
     return found
 
 
-def hashes_of_reward_base(raw: Path, name: str | None) -> dict[str, str]:
-    """`hashes_of_files` of the folder that `reward.base` names. Raises UserError where it is no model's."""
+def hashes_of_reward_base(raw: Path, name: str | list[str] | None) -> dict[str, Any]:
+    """`hashes_of_files` of the folder that `reward.base` names, or of each one that it lists, by its name. Raises
+    UserError where one is no model's."""
+    if isinstance(name, list):
+        return {one: hashes_of_reward_base(raw, one) for one in name}
     if name is not None and not (below_raw(raw, name, "reward.base") / "config.json").is_file():
         raise UserError(f"reward.base: data/raw/{name} is no Hugging Face folder (no config.json); put one there")
     return hashes_of_files(raw, name, "reward.base")

@@ -125,6 +125,11 @@ class _Params(Block):
                 "preferences.source is ratings: the reward model learns from the column ingest.rating_column of your "
                 "own data, without ingest.labels; set ingest.source: files or huggingface, and remove ingest.labels"
             )
+        if rated and self.reward.max_pairs is not None:
+            raise ValueError(
+                "reward.max_pairs counts pairs, and preferences.source is ratings: its pairs are made of groups of "
+                "answers; set reward.max_pairs: null, and give fewer rows"
+            )
         for name, params in self.enabled_methods():
             if isinstance(params, PairConfig) and rated and self.base.format == "chat":
                 raise ValueError(

@@ -64,6 +64,12 @@ def build(
     device = torch.device("cpu") if processes.divides_models else processes.device  # `divide` moves parts
     load = partial(load_causal_lm, trust_remote_code=trusted, device=device, log=stage.log)
     is_own_reference = config.lora is not None and begin.start == begin.reference  # the policy without its adapter
+    if config.reference_ema is not None and config.lora is not None and not is_own_reference:
+        raise UserError(
+            f"ppo.reference_ema: with lora the reference is an adapter on {begin.start}, where the policy starts, and "
+            f"here it is {begin.reference}; set reference_ema or lora to null, or from round 2 on round.reference to "
+            "previous"
+        )
     trained: Precision = "float32" if processes.divides_models else precision  # `divide` casts gathered layers
     body_type = body_precision(trained, config.lora)
     ready = partial(divide, bfloat16=precision == "bfloat16") if processes.divides_models else unchanged

@@ -131,6 +131,12 @@ def test_divided_models_are_refused_where_whole_weights_are_kept(ppo_values: Val
         PPOConfig(**ppo_values(**refused), sharding="fsdp")
 
 
+def test_no_reference_moves_where_models_are_divided(ppo_values: Values) -> None:
+    PPOConfig(**ppo_values(reference_ema=0.01, lora={"rank": 4}))
+    with pytest.raises(ValidationError, match="reference_ema moves whole weights, and sharding fsdp divides them"):
+        PPOConfig(**ppo_values(reference_ema=0.01), sharding="fsdp")
+
+
 def test_rule_32_adams_default_eps_leaves_a_pretrained_models_step_whole(ppo_values: Values) -> None:
     """A gradient of norm 0.1 in a million weights; 1e-5 leaves 9% of the first step out, and half for norm 0.01."""
     values = {name: value for name, value in ppo_values()["optimizer"].items() if name != "eps"}

@@ -221,6 +221,14 @@ def test_models_of_ppo(ppo_values: Any) -> None:
     assert size_of(found["sampling"], GRADIENTS) == 0
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2, "alpha": 4.0}])
+def test_a_moving_reference_is_a_copy_of_the_trained_weights(ppo_values: Any, lora: Any) -> None:
+    values = ppo_values(**({"lora": lora} if lora else {}))
+    fixed, moves = phases(values), phases(values | {"reference_ema": 0.1})
+    trained = model().trained(LoraSettings(**lora) if lora else None)
+    assert {moves[name].peak - fixed[name].peak for name in fixed} == {4 * trained}
+
+
 def test_what_the_settings_save(ppo_values: Any) -> None:
     plain = phases(ppo_values())
     lora = phases(ppo_values(lora={"rank": 2, "alpha": 4.0}))

@@ -111,6 +111,12 @@ REFUSED = [
     ("reward.lora", {"rnk": 4}, "reward.lora.rnk: unknown parameter; did you mean rank?"),
     ("reward.members", 0, "reward.members: Input should be greater than or equal to 1 (got 0)"),
     ("reward.combine", "max", "reward.combine: Input should be 'mean', 'min' or 'mean_minus_std' (got 'max')"),
+    ("reward.base", ["one", "two", "three"], "reward: base lists 3 models and members is 1; list one for each member"),
+    ("reward.base", ["../one"], "reward.base: must stay below data/raw/"),
+    ("reward.base", [], "reward.base: give a folder below data/raw/, or a list with one for each member (got [])"),
+    ("reward.base", 3, "reward.base: give a folder below data/raw/, or a list with one for each member (got 3)"),
+    ("reward.max_pairs", 1, "reward.max_pairs: Input should be greater than or equal to 2 (got 1)"),
+    ("ppo.reference_ema", 1.0, "ppo.reference_ema: Input should be less than 1 (got 1.0)"),
     ("reward.std_coef", -1.0, "reward.std_coef: Input should be greater than or equal to 0"),
     ("reward.judge_share", 1.0, "reward.judge_share: Input should be less than 1 (got 1.0)"),
     ("evaluate.qqq", 4, "evaluate.qqq: unknown parameter; remove it"),
@@ -347,6 +353,7 @@ def test_ratings_need_data_of_the_user_and_make_no_pairs(content: Content) -> No
             r"ipo trains on pairs of answers to the same prompt, .* set ipo\.enabled: false, or base\.format: text",
         ),
         ("ingest.labels", "people.jsonl", r"without ingest\.labels"),
+        ("reward.max_pairs", 100, r"reward\.max_pairs counts pairs, and preferences\.source is ratings"),
         ("ingest.source", "demo", r"of your own data"),
     ):
         *above, last = name.split(".")

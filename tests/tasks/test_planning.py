@@ -414,6 +414,13 @@ def test_models_from_elsewhere_are_in_memory_where_they_score(tmp_path: Path) ->
         more = held(plan["stages"][stage], "sampling") - held(without[stage], "sampling")
         assert more == 4 * (base.scalar + models)
     assert held(plan["stages"]["reward"], "update") == 4 * base.scalar
+
+    change["reward"] = {"base": ["b", "b"], "members": 2, "judge_share": 0.5}
+    several = plan_run(content(change), tmp_path, 1e12, "cpu")
+    more = held(several["stages"]["ppo"], "sampling") - held(plan["stages"]["ppo"], "sampling")
+    assert more == 2 * 4 * base.scalar, "a second member, and the judging model"
+    assert held(several["stages"]["reward"], "update") == 4 * base.scalar, "one after another"
+    assert several["disk"]["models"] - plan["disk"]["models"] == 2 * 4 * base.scalar
     with pytest.raises(UserError, match="scorer: models/judges/gone is no Hugging Face folder"):
         plan_run(content(alone | {"scorer": [{"model": "gone", "weight": 1.0}]}), tmp_path, 1e12, "cpu")
 

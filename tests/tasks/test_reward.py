@@ -1,6 +1,7 @@
 """Stage `reward`: the tokens that are trained on, the plain folder that LoRA leaves, members, the judging model."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,12 +26,12 @@ from rlhf_core.models.sequence_logprobs import response_logprobs
 from rlhf_core.reward import Comparison, bradley_terry_loss, pair_batch, score_pairs, train_reward_model
 from rlhf_core.training.loop import Training
 from tasks import reward
-from tasks.datasets.raw import REWARD_BASE, hashes_of_files
+from tasks.datasets.raw import REWARD_BASE, hashes_of_files, hashes_of_reward_base
 from tasks.training import pairs as comparisons
 from tasks.training.pairs import PREFERENCES
 from tasks.training.ratings import GROUP, RATINGS, rated_comparisons
 from tasks.training.scalar_models import ScalarModels
-from tasks.training.scorer import judging_scorer_of
+from tasks.training.scorer import _reward_model, judging_scorer_of
 from tasks.training.trainer_setup import training_run
 from tests.elsewhere import save_language_model
 from tests.tasks.conftest import TINY
@@ -187,6 +188,73 @@ def test_a_reward_model_on_another_base_reads_the_texts_with_its_own_tokenizer(
     (workshop / "data/raw/other/more.txt").touch()
     with pytest.raises(UserError, match=r"reward\.base: data/raw/other has other files than when `ingest` ran"):
         train("edited", base="other")
+
+
+def test_each_member_has_its_own_base_and_all_have_the_same_tokenizer(
+    train: Train, workshop: Path, monkeypatch: pytest.MonkeyPatch, pairs: list[dict[str, Any]]
+) -> None:
+    """The members are trained from their bases, which differ by weights and size, and a killed run continues."""
+    raw, noted = workshop / "data/raw", dict[str, Any]()
+    for seed, name in enumerate(("a", "sub/b")):
+        save_language_model(raw / name, "qwen2", seed=seed)
+    save_language_model(raw / "other", "gemma")
+    noted |= hashes_of_reward_base(raw, ["a", "sub/b", "other"])
+    monkeypatch.setattr("tasks.stage.stage.Stage.read_json", lambda _, path: noted if path == REWARD_BASE else None)
+    settings: dict[str, Any] = {"members": 2, "judge_share": 0.3, "max_tokens": 256, "learning_rate": 1e-9}
+    metrics = train("whole", base=["a", "sub/b"], **settings)
+    expected = written(workshop)
+    folder = workshop / "models/reward"
+    for place, name in (("", "a"), ("members/2", "sub/b"), ("judge", "a")):
+        trained, base = (load_file(one / "model.safetensors") for one in (folder / place, raw / name))
+        layer = "model.layers.0.mlp.up_proj.weight"
+        assert torch.allclose(trained[layer], base[layer], atol=1e-6)
+    assert metrics["member_2_accuracy"] is not None
+
+    scorer = _reward_model(workshop, folder, TINY.tiny_tokenizer(), 4, ScalarModels(device=torch.device("cpu")))
+    ids = [pairs[0]["chosen_ids"]] * 2
+    scored = scorer(Answers([pairs[0]["prompt"]] * 2, ["eat oats", "eat figs"], [[3, 4]] * 2, ids))
+    assert min(scored.parts["std"]) > 0
+
+    made = 0
+
+    def killed(*arguments: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == 2:
+            raise ZeroDivisionError
+        return train_reward_model(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reward, "train_reward_model", killed)
+        with pytest.raises(ZeroDivisionError):
+            train("killed", base=["a", "sub/b"], **settings)
+    train("killed", base=["a", "sub/b"], **settings)
+    assert written(workshop) == expected
+
+    with pytest.raises(UserError, match=r"reward\.base: data/raw/other has another tokenizer than data/raw/a"):
+        train("mixed", base=["a", "other"], **settings)
+    (raw / "sub/b/more.txt").touch()
+    with pytest.raises(UserError, match=r"reward\.base: data/raw/sub/b has other files than when `ingest` ran"):
+        train("edited", base=["a", "sub/b"], **settings)
+
+
+def test_fewer_pairs_are_drawn_by_seed_and_nested(train: Train) -> None:
+    """Each with its own answers and no others; the number is in the metrics only where it is set."""
+    prompts = [Comparison([place], [[place, n] for n in range(3)], [(0, 1), (2, 0), (0, 1)]) for place in range(20)]
+
+    def drawn(count: int, seed: int = 1) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+        found = reward.draw_pairs(prompts, count, seed)
+        assert all({place for pair in c.pairs for place in pair} == set(range(len(c.responses))) for c in found)
+        return Counter((tuple(c.responses[i]), tuple(c.responses[j])) for c in found for i, j in c.pairs)
+
+    assert [drawn(count).total() for count in (2, 30, 60)] == [2, 30, 60]
+    assert drawn(2) <= drawn(10) <= drawn(30) <= drawn(60)
+    assert drawn(10) == drawn(10) != drawn(10, seed=2)
+    assert reward.draw_pairs(prompts, 60, 1) == prompts
+    metrics = train("some", max_pairs=3, judge_share=0.3)
+    assert (metrics["train_pairs"], metrics["heldout_pairs"], metrics["judge_prompts"]) == (3, 6, 2)
+    with pytest.raises(UserError, match=r"reward\.max_pairs is 15, and the reward model has 14 training pairs"):
+        train("more", max_pairs=15)
 
 
 def test_the_figures_of_an_ensemble_are_those_of_the_combined_score(

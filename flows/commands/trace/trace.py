@@ -59,6 +59,8 @@ def trace_prompt(root: Path, text: str, start: Start = "sft", seed: int | None =
         raise UserError("the prompt is empty; give the question, in quotation marks")
     params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     config, trusted, precision = params.ppo, params.trust_remote_code, params.precision
+    moves = config.reference_ema is not None  # after a step, so that the first one has the fixed reference
+    config = config.model_copy(update={"reference_ema": None})
     at_end = start == "policy"
     needed = {SFT: True, REWARD: uses_reward_model(params.scorer), POLICY: at_end, CRITIC: at_end and config.has_critic}
     missing = [path for path, is_needed in needed.items() if is_needed and not _is_model(root / path)]
@@ -73,6 +75,8 @@ def trace_prompt(root: Path, text: str, start: Start = "sft", seed: int | None =
     begin = beginning(root, seed, params.round)
     model = POLICY if at_end else begin.start
     step, notes = _steps_before(config, metrics["select"]) if at_end else (0, [])
+    if moves and at_end:
+        notes.append("the moving reference of the run is not saved with the models: the reference here is its start")
 
     device = Processes().device
     load = partial(load_causal_lm, trust_remote_code=trusted)

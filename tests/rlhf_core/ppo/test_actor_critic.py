@@ -129,7 +129,11 @@ def test_the_finished_models_are_plain_folders(
     assert torch.allclose(state_values(load_scalar_model(tmp_path / "critic"), BATCH), values, atol=1e-4)
 
 
-@pytest.mark.parametrize("options", [SHARED, LORA, {**LORA, **SHARED}, {"advantage": "rloo", "samples_per_prompt": 2}])
+RLOO: dict[str, Any] = {"advantage": "rloo", "samples_per_prompt": 2}
+MOVES: dict[str, Any] = {"reference_ema": 0.3}
+
+
+@pytest.mark.parametrize("options", [SHARED, LORA, {**LORA, **SHARED}, RLOO, MOVES, {**LORA, **MOVES}])
 def test_rule_19_every_kind_of_models_resumes_to_the_same_bytes(
     make_trainer: MakeTrainer, options: dict[str, Any]
 ) -> None:
@@ -139,6 +143,60 @@ def test_rule_19_every_kind_of_models_resumes_to_the_same_bytes(
     first.step()
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert [second.step(), second.step()] == rows[1:]
+    assert equal_states(second.models.state_dict(), whole.models.state_dict())
+
+
+def equal_states(one: Any, two: Any) -> bool:
+    return all(torch.equal(w, two[name][key]) for name, part in one.items() for key, w in part.items())
+
+
+@pytest.mark.parametrize("options", [{}, LORA, {**LORA, **SHARED}, {"kl": {"penalty": "loss", "estimator": "full"}}])
+def test_a_moving_reference_is_the_average_of_the_policies_of_the_steps(
+    make_trainer: MakeTrainer, options: dict[str, Any]
+) -> None:
+    """By hand for three steps; it is never trained, and its start stays. The penalty is to where it is, and `kl` to its
+    start: a policy that moves away from both is nearer to the reference that follows."""
+    trainer = make_trainer(**options, **MOVES, learning_rate=1e-2)
+    models = trainer.models
+    policy = models.adapters.get("policy", models.policy)
+    average = [parameter.clone() for parameter in models.moving.parameters()]
+    assert "lora" not in options or all(map(torch.equal, average, policy.parameters()))
+    with models.as_reference(fixed=True) as fixed:
+        start = response_logits(fixed, BATCH)
+    for number in range(3):
+        rollout = trainer.rollout()
+        with models.as_reference(fixed=True) as fixed:
+            assert torch.equal(response_logits(fixed, BATCH), start)
+        row = trainer.step(rollout)
+        average = [0.7 * mine + 0.3 * now.detach() for mine, now in zip(average, policy.parameters(), strict=True)]
+        assert row["kl"] == pytest.approx(rollout.fixed_kl.sum(dim=1).mean().item())
+        assert row["kl_moving"] == pytest.approx(rollout.ref_kl.sum(dim=1).mean().item())
+        assert row["kl_k1"] == pytest.approx((rollout.old_logprobs - rollout.fixed_logprobs).sum(dim=1).mean().item())
+        assert (row["kl_moving"] == row["kl"]) is (number == 0)
+    assert 0 < row["kl_moving"] < row["kl"]
+    found = list(models.moving.parameters())
+    assert all(torch.allclose(mine, wanted, atol=1e-6) for mine, wanted in zip(found, average, strict=True))
+    assert not any(parameter.requires_grad for parameter in found)
+    assert not {id(p) for p in found} & {id(p) for group in models.trained().values() for p in group}
+
+
+def test_with_lora_the_moving_reference_is_in_no_finished_policy(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**LORA, **MOVES, learning_rate=1e-2)
+    trainer.step()
+    logits = trainer.models.predict(BATCH).logits()
+    assert not torch.equal(trainer.models.predict_as_reference(BATCH).logits(), logits)
+    policy = trainer.models.finished_policy()
+    assert not any("lora" in name for name, _ in policy.named_parameters())
+    assert torch.allclose(response_logits(policy, BATCH), logits, atol=1e-4)
+
+
+def test_no_reference_moves_while_only_the_critic_learns(make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(**MOVES, critic={"warmup_steps": 1})
+    before = [parameter.clone() for parameter in trainer.models.moving.parameters()]
+    trainer.step()
+    assert all(map(torch.equal, before, trainer.models.moving.parameters()))
+    trainer.step()
+    assert not all(map(torch.equal, before, trainer.models.moving.parameters()))
 
 
 def on_one_body(make_trainer: MakeTrainer, build_lm: Build, **options: Any) -> PPOTrainer:

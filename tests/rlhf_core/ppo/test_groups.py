@@ -179,7 +179,8 @@ def test_rule_12_the_step_is_that_of_the_other_groups_alone(make_trainer: MakeTr
 
 def only(rollout: Rollout, rows: list[int]) -> Rollout:
     """The given answers of a rollout."""
-    columns = {field.name: getattr(rollout, field.name) for field in fields(rollout) if field.name != "rows"}
+    unused = ("rows", "fixed_logprobs", "fixed_kl")
+    columns = {field.name: getattr(rollout, field.name) for field in fields(rollout) if field.name not in unused}
     return Rollout(**{n: c[rows] if isinstance(c, torch.Tensor) else [c[r] for r in rows] for n, c in columns.items()})
 
 

@@ -108,6 +108,15 @@ def test_the_loop_has_the_models_of_its_beginning(
     assert (abs(row["kl_k3"]) < 1e-6) is moved, "before the first step, only the policy itself is no nat away"
 
 
+def test_with_lora_no_reference_moves_from_another_model_than_the_policys_start(
+    workshop: Path, make_stage: Make, asked: list[Row], close_round: Callable[[Path, int], None]
+) -> None:
+    stage = stage_in_round(2, make_stage, workshop, asked, close_round)
+    config = PPOConfig.model_validate(TINY.tiny_ppo_values(lora={"rank": 2, "alpha": 4.0}, reference_ema=0.1))
+    with pytest.raises(UserError, match=r"ppo\.reference_ema: with lora .* rounds/1/policy, .* here it is models/sft"):
+        build(stage, config, TINY.tiny_tokenizer(), beginning_of(stage))
+
+
 def test_a_run_that_continues_takes_the_scores_of_the_reference_from_its_state(
     workshop: Path,
     make_stage: Make,
