@@ -184,6 +184,7 @@ TESTS_OF_OPTIONS = {
     "kl.coef": "test_trainer::test_a_larger_kl_coefficient_keeps_the_policy_nearer",
     "kl.controller kl.target kl.horizon": "test_trainer::"
     "test_rule_17_rule_23_the_adaptive_controller_follows_the_exact_kl_of_a_sequence",
+    "reference_ema": "test_actor_critic::test_a_moving_reference_is_the_average_of_the_policies_of_the_steps",
     "kl.penalty kl.estimator": "test_options::test_rule_15_kl_in_the_loss_pulls_to_the_reference",
     "optimizer.betas optimizer.eps": "test_trainer::test_rule_16_adams_settings_are_the_configurations",
     "optimizer.max_grad_norm": "test_update::test_rule_16_each_model_is_clipped_by_its_own_norm",
