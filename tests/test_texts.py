@@ -54,7 +54,7 @@ def require_a_whole_run(project: "Project") -> None:
 
     page = re.sub("<[^>]*>", " ", (project.root / "report/index.html").read_text(encoding="utf-8"))
     assert "The gold score comes from a judge that is not used in training: rewards/sentiment.py" in page
-    assert "win rate of the policy, judged by rewards/sentiment.py" in page
+    assert "win rate of the policy, by rewards/sentiment.py" in page
     assert f"the data set’s own ratings of {reward['train_ratings']:,} answers" in page
     template = (project.root / "models/policy/chat_template.jinja").read_text()
     assert "<|user|>" not in template + (project.root / "models/policy/tokenizer.json").read_text()
