@@ -250,7 +250,11 @@ def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     wanted = {"commit": commit, "call": json.loads(json.dumps(asdict(call), default=str)), "command": command}
     recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else wanted
-    if recorded is wanted and call.params is None and workspace.git(home, "status", "--porcelain", "--", PARAMS_FILE):
+    if (
+        recorded is wanted
+        and call.params is None
+        and workspace.git(home, "status", "--porcelain", "--", str(PARAMS_FILE))
+    ):
         raise UserError(f"{PARAMS_FILE} has edits that are not committed, and a study runs a commit: commit them first")
     free = {} if call.search else dict.fromkeys(("objective", "constraint", "maximise"))  # these may change
     if asdict(Call(())) | recorded["call"] | free != wanted["call"] | free:  # an earlier version has fewer fields
