@@ -51,7 +51,7 @@ SHELL = """<!doctype html>
 <title>{{ title }}</title>
 <style>
 {% include "style.css.j2" %}
-main { padding-bottom: 2rem; overflow-wrap: anywhere; }
+main { padding-block: 1.5rem 2rem; overflow-wrap: anywhere; }
 td, th { padding: .35rem .6rem; border-bottom: 1px solid var(--rule); overflow-wrap: normal; }
 th { min-width: 5rem; }
 td { white-space: nowrap; }
@@ -149,7 +149,7 @@ def index(site: Path) -> str:
         cards.append(f'<article class="sample"><h2>{folder.name}</h2><p>{about}</p>')
         cards += [
             f'<p><a href="{folder.name}/{page.name}"><strong>{page.stem.capitalize()}</strong></a> '
-            f"({page.stat().st_size / 1e6:.1f} MB). {SHOWS.get(page.stem, '')}</p>"
+            f"({page.stat().st_size / 1e3:.0f} kB). {SHOWS.get(page.stem, '')}</p>"
             for page in pages
         ]
         cards.append("</article>")
