@@ -112,7 +112,7 @@ def write(root: Path, path: Path | None, tolerance: float) -> str:
                 for name, value in known.items()
             }
     yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = None, False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     with atomic(path) as place, place.open("w", encoding="utf-8") as file:
         yaml.dump(content, file)
     return f"{path}: written, with tolerances of {tolerance:.0%}; set each to what training seeds differ by"
