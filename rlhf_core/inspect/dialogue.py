@@ -75,8 +75,8 @@ class ChatModel:
 
     def answer(self, key: tuple[int, ...], max_new_tokens: int, temperature: float) -> Iterator[str]:
         """The answer, piece by piece; what was read of it is added to the conversation. `key` alone decides its
-        randomness; at temperature 0 each token is the likeliest one, for every key. It ends at a stop token, at
-        `max_new_tokens`, or where the context is full."""
+        randomness; at temperature 0 each token is the likeliest one, and `key` decides between equal ones. It ends at
+        a stop token, at `max_new_tokens`, or where the context is full."""
         prompt, ids = encode_prompt(self.tokenizer, self.conversation), []
 
         def noted(tokens: Iterable[int]) -> Iterator[int]:
@@ -87,7 +87,7 @@ class ChatModel:
         tokens = stream_response(
             self.model,
             prompt,
-            key if temperature else (0,),
+            key,
             max_new_tokens=min(max_new_tokens, self._room()),
             temperature=temperature or GREEDY,
             stop_ids=self.stop_ids,

@@ -31,8 +31,8 @@ ROUNDING = {"float64": 1e-11, "float32": 1e-5, "float16": 0.01, "bfloat16": 0.05
 
 REQUIRED, UPDATE = ("mask", "old_logprobs", "ref_logprobs", "values", "scores"), ("logprobs", "new_values")
 WITH_LOGITS = ("tokens", "logits")
-WITH_VOCABULARY = ("logprobs", "entropy", "total_loss", "logits_grad_norm")
 """Arrays of the file: those of the rollout, those of one pass of the update, and those of entropy and gradient."""
+WITH_VOCABULARY = ("logprobs", "entropy", "total_loss", "logits_grad_norm")
 SCALARS = ("policy_loss", "value_loss", "entropy", "total_loss", "logits_grad_norm")
 
 ROLLOUT_SETTINGS = ("gamma", "lam", "kl_coef", "kl_estimator", "whiten_advantages")

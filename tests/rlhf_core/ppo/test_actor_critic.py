@@ -180,6 +180,17 @@ def test_a_moving_reference_is_the_average_of_the_policies_of_the_steps(
     assert not {id(p) for p in found} & {id(p) for group in models.trained().values() for p in group}
 
 
+def test_an_adaptive_coefficient_follows_the_kl_to_the_moving_reference(
+    make_trainer: MakeTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(**MOVES, learning_rate=1e-2, kl={"controller": "adaptive"})
+    given: list[float] = []
+    monkeypatch.setattr(trainer.controller, "update", lambda kl, count: given.append(kl))
+    rows = [trainer.step() for _ in range(3)]
+    assert given == [row["kl_moving"] for row in rows]
+    assert given[-1] != rows[-1]["kl"]
+
+
 def test_with_lora_the_moving_reference_is_in_no_finished_policy(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**LORA, **MOVES, learning_rate=1e-2)
     trainer.step()
