@@ -54,6 +54,9 @@ def test_the_demo_of_the_example_is_that_of_params() -> None:
 
 
 def test_the_committed_demo_passes(demo: Path) -> None:
+    another = DEMO.read_text(encoding="utf-8").replace("examples/demo.yaml", "examples/quick.yaml")
+    for name in ("a", "z"):  # files of other parameters, before and after it
+        (demo / f"examples/{name}.expected.yaml").write_text(another, encoding="utf-8")
     found = expected.check(demo, None)
     assert (found["file"], found["first_off"]) == ("examples/demo.expected.yaml", None)
     assert {row["stage"] for row in found["figures"]} == {"sft", "reward", "evaluate"}
