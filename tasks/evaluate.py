@@ -9,6 +9,7 @@ import numpy as np
 from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
+from rlhf_core.models.scorers import REWARD_MODEL_NAME
 from tasks.datasets.jsonl import Row
 from tasks.evaluation.ceiling import add_shares, draw_ceiling
 from tasks.evaluation.evaluator import CandidateModel, Evaluator, ScoredAnswers, build_evaluator, load_candidate
@@ -42,7 +43,8 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/{evaluate,summary}.json and plots/frontier.csv."""
     set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
-    evaluator = replace(evaluator, progress=stage.progress(answers_to_sample(stage, evaluator), "answer"))
+    answers, reads = work_to_do(stage, evaluator)
+    evaluator = replace(evaluator, progress=stage.progress(answers, "answer", reads=reads))
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
     answered = answer_all(stage, evaluator)
     results = answered.results
@@ -145,14 +147,18 @@ def snapshots_of(stage: Stage[EvaluateParams]) -> list[tuple[int, bool]]:
     return [(step, step == selected["step"] and selected["eta"] == 1) for step in steps]
 
 
-def answers_to_sample(stage: Stage[EvaluateParams], evaluator: Evaluator) -> int:
-    """Answers of all models, for the progress."""
+def work_to_do(stage: Stage[EvaluateParams], evaluator: Evaluator) -> tuple[int, int]:
+    """For the progress: the answers of all models, and how many answers are read by a reward model, or by a model and
+    the SFT model for their KL."""
     params, samples = stage.params, stage.params.optimum_samples
     seeds, drawn = len(params.seeds), max(stage.block("best_of_n", BestOfNParams).n) if stage.read(BEST_OF_N) else 0
     each = (1 + len(candidates(stage))) * seeds + len(params.interpolation)
     each += sum(not is_policy for _, is_policy in snapshots_of(stage))
     each += max(0, samples - seeds - drawn) + max(0, samples - seeds)
-    return each * len(evaluator.rows)
+    judging = int(evaluator.judging is not None)
+    reads = each * (int(evaluator.scorer.name == REWARD_MODEL_NAME) + judging + 1)
+    reads += drawn * judging + max(samples, seeds if samples else 0)
+    return each * len(evaluator.rows), reads * len(evaluator.rows)
 
 
 def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, Results]:

@@ -23,14 +23,19 @@ class Progress:
         unit: what a round is called.
         seconds: between two lines where stdout is no terminal.
         done: rounds that an earlier process has done.
+        reads: rows that models read beside the rounds, such as the answers that are scored; the time left counts them
+            at their own speed. 0: they are part of the rounds.
     """
 
-    def __init__(self, label: str, total: int, unit: str, seconds: float, done: int = 0) -> None:
+    def __init__(self, label: str, total: int, unit: str, seconds: float, done: int = 0, reads: int = 0) -> None:
         self.label, self.total, self.unit, self.seconds, self.done = label, total, unit, seconds, done
-        self.started = self.last_print = self.last_update = time.monotonic()
+        self.reads, self.rows_read, self.reading_seconds = reads, 0.0, 0.0
+        self.started = self.last_print = self.last_update = self.last_report = time.monotonic()
+        self.reading: tuple[float, int] | None = None
+        """Rows done and in all of the reading that goes on; None during other work."""
         self.start: tuple[float, float] | None = None
-        """Position and time from which the speed is measured: of the first report, and from the second round on of the
-        end of the first, which may be slow."""
+        """Position and time from which the speed is measured, without the seconds of reading where `reads` counts it:
+        of the first report, and from the second round on of the end of the first, which may be slow."""
         self.updates = 0
         self.estimated: tuple[float, float] | None = None
         """Seconds left and the time of this estimate, where the loop made it."""
@@ -41,11 +46,12 @@ class Progress:
         """Report that `step` rounds are done, with `values`. `left`: the seconds left, where the loop has a better
         estimate than the speed so far."""
         now = time.monotonic()
+        self._count_reading("", 0, 0, now)
         self.updates += 1
         if self.updates == 2:
             self.start = (self.done, self.last_update)
-        self.start = self.start or (step, now)
-        self.done, self.values, self.last_update = step, values, now
+        self.start = self.start or (step, self._without_reading(now))
+        self.done, self.values, self.last_update = step, values, self._without_reading(now)
         self.estimated = None if left is None else (left, now)
         self._show(step, "", now, final=step >= self.total)
 
@@ -53,11 +59,12 @@ class Progress:
         """Report what is done of some work inside a round. Parts of this loop's own unit, and answers that are sampled
         for one of answers, move the position."""
         now, position, inner = time.monotonic(), float(self.done), f"{work} {int(done)}/{total}" if total > 1 else work
+        self._count_reading(work, done, total, now)
         if work == self.unit:
             position, inner = done, ""
         elif work == "sampling" and self.unit.endswith(("answer", "sample")):
             position, inner = min(self.done + done, self.total), ""
-        self.start = self.start or (position, now)
+        self.start = self.start or (position, self._without_reading(now))
         self._show(position, inner, now, final=False)
 
     def skip(self, rounds: int) -> None:
@@ -75,9 +82,27 @@ class Progress:
         if self.estimated is not None:
             return max(0.0, self.estimated[0] - (now - self.estimated[1]))
         first, since = self.start or (position, now)
-        if position <= first or (self.updates <= BASIS_UPDATES and now - since < BASIS_SECONDS):
+        spent = self._without_reading(now) - since
+        if position <= first or (self.updates <= BASIS_UPDATES and spent < BASIS_SECONDS):
             return None
-        return (now - since) / (position - first) * (self.total - position)
+        left = spent / (position - first) * (self.total - position)
+        if not self.reads:
+            return left
+        if not self.rows_read:
+            return None
+        return left + self.reading_seconds / self.rows_read * max(0.0, self.reads - self.rows_read)
+
+    def _count_reading(self, work: str, done: float, total: int, now: float) -> None:
+        """The time since the last report went into the work that it named."""
+        if self.reading is not None:
+            before, whole = self.reading
+            goes_on = work == "reading" and total == whole and done >= before
+            self.rows_read += (done if goes_on else whole) - before
+            self.reading_seconds += now - self.last_report
+        self.reading, self.last_report = (done, total) if work == "reading" else None, now
+
+    def _without_reading(self, now: float) -> float:
+        return now - self.reading_seconds if self.reads else now
 
     def _show(self, position: float, inner: str, now: float, final: bool) -> None:
         if not final and now - self.last_print < (0.1 if self.terminal else self.seconds):
@@ -112,9 +137,10 @@ class Watch:
         self.last_token: float | None = None
         """The time of the last report of sampling; None where other work has been reported since."""
 
-    def begin(self, total: int, unit: str, done: int = 0) -> Progress:
-        """A reporter for a loop of `total` rounds, of which an earlier process has done `done`."""
-        self.loop = Progress(self.label, total, unit, self.seconds, done)
+    def begin(self, total: int, unit: str, done: int = 0, reads: int = 0) -> Progress:
+        """A reporter for a loop of `total` rounds, of which an earlier process has done `done`; `reads` as in
+        `Progress`."""
+        self.loop = Progress(self.label, total, unit, self.seconds, done, reads)
         return self.loop
 
     def __call__(self, work: str, done: float, total: int, tokens: int = 0) -> None:

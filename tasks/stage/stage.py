@@ -108,9 +108,10 @@ class Stage(Generic[Model]):
         """Write metrics/<stage>.json with `rounded` numbers, which go to MLflow when the stage has ended."""
         self.outputs.write_json(f"metrics/{self.name}.json", rounded(content))
 
-    def progress(self, total: int, unit: str = "step", done: int = 0) -> Progress:
-        """A reporter for a loop of `total` rounds, of which an earlier process has done `done`."""
-        return self.watch.begin(total, unit, done)
+    def progress(self, total: int, unit: str = "step", done: int = 0, reads: int = 0) -> Progress:
+        """A reporter for a loop of `total` rounds, of which an earlier process has done `done`; `reads` as in
+        `Progress`."""
+        return self.watch.begin(total, unit, done, reads)
 
     def warn(self, text: str) -> None:
         """Print a warning, once, and keep it as a tag of the stage's run."""

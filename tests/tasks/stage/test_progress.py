@@ -74,6 +74,26 @@ def test_there_is_no_estimate_without_a_basis(
     ]
 
 
+def test_reading_beside_the_rounds_has_a_speed_of_its_own(
+    progress: Callable[..., tuple[Progress, Clock]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """100 answers, each drawn in a second and read twice in two: after 20 answers 80·(1 + 4) s are left, and during
+    the reading it falls."""
+    reporter, clock = progress()
+    reporter.total, reporter.reads, reporter.seconds = 100, 200, 0.0
+    for step in (10, 20):
+        reporter.within("sampling", 0, 10)
+        clock.now += 10
+        reporter.update(step)
+        for _ in range(2):
+            for row in range(10):
+                reporter.within("reading", row, 10)
+                clock.now += 2
+    reporter.within("sampling", 0, 10)
+    assert reporter.seconds_left(20) == pytest.approx(80 + 160 * 2)
+    assert "reading 5/10  6 min 50 s left" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

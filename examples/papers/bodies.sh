@@ -1,0 +1,30 @@
+#!/bin/sh
+# Pretrained bodies for the reward models of gao.yaml and ensembles.yaml, below data/raw/ and under DVC. Each is an SFT
+# model of the demo, of another size or with another seed; all have the demo's tokenizer. Some 10 minutes on two cores.
+#   sh examples/papers/bodies.sh
+#   git add data/raw/*.dvc data/raw/.gitignore && git commit --message "Bodies of the reward models"
+set -e
+
+body() {
+    name=$1
+    shift
+    [ -e "data/raw/$name.dvc" ] && return
+    echo "$name"
+    dvc exp run --quiet --name "$name" "$@" sft
+    rm -rf "data/raw/$name"
+    cp -r models/sft "data/raw/$name"
+    dvc add --quiet "data/raw/$name"
+    git checkout --quiet params.yaml dvc.lock metrics
+}
+
+size() {
+    body "$1" -S "base.scratch.layers=$2" -S "base.scratch.hidden=$3" -S "base.scratch.intermediate=$4"
+}
+
+size weights-0.06m 2 32 96
+size weights-0.2m 3 64 192
+size weights-1m 4 128 384
+size weights-4m 5 256 768
+for seed in 101 102 103 104; do
+    body "body-$seed" -S "seed=$seed"
+done
