@@ -19,11 +19,10 @@ sys.path.insert(0, str(HERE.parent))
 from tasks.params.all import Params  # noqa: E402
 
 HEADER = """# Parameters
-All keys of `params.yaml`, for looking up a key. What the options of PPO are good for is in
-[ppo-options.md](ppo-options.md); complete parameter files are in `examples/`.
+All keys of `params.yaml`. [When to change an option of PPO](ppo-options.md). Complete files are in `examples/`.
 
-An unknown key, a wrong type or a value out of range is an error in one line. It comes before any work, and before DVC
-changes an output. This page is generated: `python docs/make_parameters.py`.
+An unknown key, a wrong type or a value out of range gives one line of error, before any work and before DVC changes an
+output. This page is generated: `python docs/make_parameters.py`.
 """
 
 

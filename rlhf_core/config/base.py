@@ -8,10 +8,10 @@ from rlhf_core.config.block import Block, Count, LearningRate, Positive
 
 
 class ScratchConfig(Block):
-    """A Llama-type model with random weights, and a byte-level BPE tokenizer trained on the training text."""
+    """A Llama model with random weights, and a byte-level BPE tokenizer trained on the training text."""
 
     vocabulary: Annotated[int, Field(ge=300)]
-    """Largest number of tokens of the tokenizer, with its two special tokens and the 256 bytes."""
+    """Largest number of tokens, including two special tokens and 256 bytes."""
     context: Positive
     """Longest prompt plus answer, in tokens."""
     layers: Positive
@@ -31,11 +31,11 @@ class ScratchConfig(Block):
 
 
 class PretrainConfig(Block):
-    """Next-token prediction on the training text before SFT; `steps: 0` switches it off."""
+    """Next-token prediction on the training text before SFT."""
 
     steps: Count = 0
-    """Optimizer steps; 0: SFT starts from the base model as it is."""
+    """Optimizer steps. 0: no pretraining."""
     batch_size: Positive = 64
-    """Blocks of `scratch.context` tokens per optimizer step."""
+    """Blocks per optimizer step, each as long as the model's context."""
     learning_rate: LearningRate = 1e-3
-    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate: linear warm-up over the first 5% of the steps, then cosine decay to 0."""

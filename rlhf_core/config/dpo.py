@@ -13,29 +13,26 @@ class PairConfig(Block):
     """Training on the pairs of the reward model, from the SFT model, which is the reference."""
 
     enabled: bool
-    """Off: the stage writes empty outputs, and `evaluate` leaves it out."""
+    """Run and evaluate this method."""
     learning_rate: LearningRate = 5e-7
-    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate; cosine decay to 0."""
     epochs: PositiveNumber = 1.0
     """Passes over the pairs."""
     batch_size: Positive = 32
-    """Prompts, not pairs: all pairs of a prompt are in one batch."""
+    """Prompts per optimizer step, each with all its pairs."""
     warmup_steps: Count = 10
-    """Optimizer steps in which the learning rate rises from 0."""
+    """Optimizer steps in which the learning rate rises."""
     weight_decay: NotNegative = 0.0
-    """Weight decay of AdamW; 0 switches it off."""
+    """Of AdamW."""
     max_tokens: Positive = 1024
-    """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
+    """Longest prompt plus answer, in tokens (see `long_rows`)."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of a forward and backward pass, which reads whole prompts with all their answers: each prompt once, each
-    answer once. Lower it when memory runs out; it changes no result, except for rounding. On a CPU at most 2048."""
+    """Tokens per forward and backward pass, on a CPU at most 2048. Changes only rounding."""
     gradient_checkpointing: Recomputed = False
-    """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
-    Less memory, more time."""
+    """Recompute activations: less memory, more time. true: of all layers; n: of every n-th."""
     lora: LoraSettings | None = None
     processes: Positive = 1
-    """Processes over which the model is divided while it is trained (FSDP2): one per GPU, or several on a CPU. Each has
-    its part of every weight, gradient and optimizer state. Changes no result, except for rounding."""
+    """Processes that divide the model (FSDP2): one per GPU, or several on a CPU."""
 
     @model_validator(mode="after")
     def _divisible(self) -> "PairConfig":
@@ -44,9 +41,9 @@ class PairConfig(Block):
 
 
 class DPOConfig(PairConfig):
-    """Direct preference optimisation (Rafailov et al. 2023) from the SFT model, which is the reference."""
+    """Rafailov et al. 2023, on the reward model's pairs; the SFT model is start and reference."""
 
     beta: PositiveNumber = 0.1
-    """Strength of the KL regularisation: the reward that DPO fits is β·log(π/π_ref)."""
+    """Strength of the KL regularisation: the implicit reward is β·log(π/π_ref)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Assumed share of pairs with the wrong label (conservative DPO)."""

@@ -5,7 +5,7 @@ from rlhf_core.config.dpo import PairConfig
 
 
 class IPOConfig(PairConfig):
-    """Identity preference optimisation (Azar et al. 2023) from the SFT model, which is the reference."""
+    """Azar et al. 2023, on the reward model's pairs; the SFT model is start and reference."""
 
     tau: PositiveNumber = 0.1
-    """Strength of the KL regularisation: training moves each pair's log-ratio margin to 1/(2τ) nats."""
+    """Strength of the KL regularisation: the target of each pair's log-ratio margin is 1/(2τ) nats."""

@@ -8,20 +8,18 @@ from rlhf_core.config.block import Block, Positive, PositiveNumber
 
 
 class LoraSettings(Block):
-    """Train low-rank adapters instead of all weights; null (no such block) trains all weights. Adapters need a larger
-    learning rate."""
+    """Train low-rank adapters, which need a larger learning rate. Without this block: all weights."""
 
     rank: Positive = 16
-    """r: the rank of each adapter."""
+    """Rank of each adapter."""
     alpha: PositiveNumber = 32.0
-    """The change of a weight is multiplied by alpha / rank."""
+    """Weight changes are multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
-    """Linear layers with an adapter: `all-linear` (all layers of the model's body, never the output layer or a scalar
-    head), or a list of names such as [q_proj, v_proj]."""
+    """Layers with an adapter: all linear ones except output layer and scalar head, or names such as [q_proj,
+    v_proj]."""
 
     quantize: Literal["none", "nf4"] = "none"
-    """The frozen weights below the adapters: as `precision` says (`none`), or in 4 bits (`nf4`: QLoRA; needs
-    bitsandbytes, and `precision: bfloat16`)."""
+    """`nf4`: frozen weights in 4 bits (QLoRA); needs bitsandbytes and `precision: bfloat16`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -16,22 +16,22 @@ OF_GROUPS = ("rloo", "grpo", "dr_grpo", "gdpo")
 
 
 class KLConfig(Block):
-    """The KL penalty, which keeps the policy near the reference (the SFT model)."""
+    """The KL penalty keeps the policy near the reference: the SFT model, unless `round.reference` or
+    `ppo.reference_ema` changes it."""
 
     coef: NotNegative = 0.05
-    """β: the cost of one nat of KL, in units of the score that PPO uses."""
+    """β: the cost of one nat of KL, in units of the score after `ppo.score`."""
     controller: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed`: β stays as it is. `adaptive`: β changes until the KL of a response is near `target` (Ziegler et al.
-    2019)."""
+    """`fixed`: constant β. `adaptive`: β moves the KL of a response to `target` (Ziegler et al. 2019)."""
     target: PositiveNumber = 6.0
-    """Adaptive controller: target KL of a response, in nats."""
+    """With `adaptive`: target KL of a response, in nats."""
     horizon: Positive = 10_000
-    """Adaptive controller: number of responses over which β adapts; at least `batch_size`."""
+    """With `adaptive`: number of responses over which β adapts; at least `batch_size`."""
     penalty: Literal["reward", "loss"] = "reward"
-    """`reward`: the penalty is subtracted from the reward of each token. `loss`: it is a term of the loss."""
+    """Subtract the penalty from each token's reward, or add it to the loss."""
     estimator: Literal["k1", "rho_k1", "rho_k3", "k2", "full", "k3"] = "k1"
-    """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, full (exact, from the logits of both
-    models), or k3 for `advantage: grpo`, `dr_grpo` and `gdpo`, as published."""
+    """With `penalty: reward`: k1. With `penalty: loss`: rho_k1, rho_k3, k2, full (exact, from all logits), or for
+    `grpo`, `dr_grpo` and `gdpo` also k3."""
 
     @model_validator(mode="after")
     def _right_optimum(self) -> "KLConfig":
@@ -59,39 +59,36 @@ class KLConfig(Block):
 
 
 class CriticConfig(Block):
-    """The value model, which predicts the return from each state; used with `advantage: gae`."""
+    """The value model of `advantage: gae`."""
 
     kind: Literal["separate", "shared"] = "separate"
-    """`separate`: a model of its own. `shared`: a value head on the policy's body, with one forward pass for both and
-    less memory."""
+    """`separate`: its own model. `shared`: a value head on the policy's body, with less memory and time."""
     init: Literal["reward", "sft"] = "reward"
-    """Initial weights of a separate critic. `reward`: the reward model, its output in the unit of the score that PPO
-    uses. `sft`: the SFT model with a new head. The head of a shared critic starts at 0."""
+    """Start of a separate critic: the reward model, or the SFT model with a new head. `reward` needs the default
+    `scorer` and `reward.base: null`."""
     learning_rate: PositiveNumber = 1e-5
-    """Learning rate of the critic; warm-up and decay are those of `optimizer`."""
+    """Learning rate of the critic; see `ppo.optimizer`."""
     value_clip: PositiveNumber = 0.2
-    """Largest change of a value in one update, in units of the normalised score; needs `clip_value: true`."""
+    """Largest change of a value in one PPO step, in units of the normalised score."""
     clip_value: bool = True
-    """Whether the change of a value in one update is limited to `value_clip`; not while the critic warms up."""
+    """Apply `value_clip`; never while the critic warms up."""
     warmup_steps: Count = 10
-    """First PPO steps, in which only the critic is trained; none without a critic. The policy's own warm-up comes after
-    them. A critic that is not yet trained makes advantages of real models noisier than none."""
+    """First PPO steps, which train only the critic: an untrained one adds noise to the advantages."""
 
 
 class OptimizerConfig(Block):
     """Adam, for policy and critic."""
 
     betas: list[float] = Field(default_factory=lambda: [0.9, 0.95])
-    """β₁ and β₂ of Adam."""
+    """β₁ and β₂."""
     eps: PositiveNumber = 1e-8
-    """ε of Adam. A pretrained model needs a small one: its clipped gradient has about 1e-5 in each weight, so that with
-    1e-5 a weight makes half of its step."""
+    """ε. Keep it well below the gradients of a pretrained model, about 1e-5 per weight after clipping."""
     warmup_steps: Count = 5
-    """PPO steps over which the learning rates rise."""
+    """PPO steps over which the learning rates rise; the policy's start after the critic's warm-up."""
     decay: Literal["none", "linear"] = "linear"
-    """After the warm-up: constant (`none`), or falling in a line to 0 at the end of the run (`linear`)."""
+    """After the warm-up: constant learning rates, or a linear decay to 0 at the end."""
     max_grad_norm: PositiveNumber = 1.0
-    """A gradient with a larger norm is scaled down to this norm, for each model separately."""
+    """Larger gradients are scaled down to this norm, separately for policy and critic."""
 
     @model_validator(mode="after")
     def _two_betas(self) -> "OptimizerConfig":
@@ -101,24 +98,23 @@ class OptimizerConfig(Block):
 
 
 class ScoreConfig(Block):
-    """How the reward model's score is changed before it becomes a reward."""
+    """How the score of `scorer` is changed before it becomes a reward."""
 
     normalise: bool = True
-    """Subtract the mean and divide by the standard deviation of the scores of 512 SFT samples, measured before the
-    first step on the prompts of PPO."""
+    """Standardise by the mean and standard deviation of the scores of 512 answers of the reference."""
     clip: PositiveNumber = 5.0
-    """Limit of the score, after normalisation, in standard deviations."""
+    """Largest absolute score, in standard deviations; without `normalise` in units of the score."""
     missing_eos_penalty: NotNegative = 1.0
-    """Subtracted from the score of a response that was cut off, after normalisation and clipping."""
+    """Subtracted from the clipped score of a response that was cut off."""
 
 
 class TextConfig(Block):
-    """PPO-ptx: a language-modelling loss on a text file of yours, added to PPO's loss; `coef: 0` switches it off."""
+    """PPO-ptx: adds a language-modelling loss on your own text."""
 
     coef: NotNegative = 0.0
-    """Weight of this loss, in units of the advantage per nat."""
+    """Weight of this loss, per nat. 0: off."""
     file: BelowRaw = "ptx.txt"
-    """A UTF-8 text file below data/raw/."""
+    """UTF-8 text file below data/raw/."""
     batch_size: Positive = 16
     """Pieces of text per minibatch."""
     tokens: Annotated[int, Field(ge=2)] = 64
@@ -126,104 +122,94 @@ class TextConfig(Block):
 
 
 class VLLMConfig(Block):
-    """The server of `engine: vllm`, which shares the GPU with the training."""
+    """The vLLM server, which shares the GPU with the training."""
 
     gpu_memory: Share = 0.4
-    """Share of the GPU's memory for the server while it samples; it must be free at that time."""
+    """Share of the GPU's memory for the server; it must be free while the server samples."""
     max_length: Positive | None = None
-    """Longest prompt and response together, in tokens; null: the longest that the model supports, for which the cache
-    must have room."""
+    """Longest prompt plus response, in tokens. null: the model's context, for which the cache must have room."""
 
 
 class PPOConfig(Block):
-    """Settings of the PPO loop."""
+    """The PPO loop."""
 
     steps: Positive = 100
-    """PPO steps: each is one rollout and `ppo_epochs` passes over it."""
+    """PPO steps: each is one rollout and its updates."""
     batch_size: Positive = 256
-    """Responses per PPO step."""
+    """Responses per step; a multiple of `samples_per_prompt` and `minibatches`."""
     samples_per_prompt: Positive = 1
-    """Responses to each prompt of a step; `rloo`, `grpo`, `dr_grpo` and `gdpo` need 2 or more."""
+    """Responses per prompt; 2 or more for `rloo`, `grpo`, `dr_grpo` and `gdpo`."""
     minibatches: Positive = 4
-    """Parts of the batch; one optimizer step for each part."""
+    """Parts of the batch, each with one optimizer step."""
     micro_batch_size: Positive = 64
-    """Responses per forward and backward pass; it changes no result, except for rounding."""
+    """Responses per forward and backward pass. Changes only rounding."""
     micro_batch_tokens: Positive | None = None
-    """Also limits a micro-batch to this many tokens, those that a pass computes: prompts included, a common prefix of
-    several sequences once, and padding only for architectures that need it. null: no such limit."""
+    """Also limits a pass to this many tokens, prompts included, a common prefix counted once. null: no such limit."""
     processes: Positive = 1
-    """Processes that share the work: one per GPU, or several on a CPU."""
+    """Processes that share the work: one per GPU, or several on a CPU. Changes only rounding."""
     sharding: Literal["none", "fsdp"] = "none"
-    """Of several processes. `none`: each has all the models. `fsdp`: each has its part of every weight, gradient and
-    optimizer state (FSDP2), and gathers weights layer by layer."""
+    """With several processes: each has all models, or a part of every weight, gradient and optimizer state (FSDP2)."""
     gradient_checkpointing: Recomputed = False
-    """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
-    Less memory, more time."""
+    """Recompute activations: less memory, more time. true: of all layers; n: of every n-th."""
     ppo_epochs: Positive = 2
-    """Passes over the responses of a step."""
+    """Passes over the rollout of a step."""
     learning_rate: PositiveNumber = 1e-6
-    """Learning rate of the policy."""
+    """Learning rate of the policy; see `ppo.optimizer`."""
     advantage: Literal["gae", "reinforce", "rloo", "grpo", "dr_grpo", "gdpo"] = "gae"
-    """`gae` needs a critic. The others take their baseline from other responses: `reinforce` from the batch, `rloo`,
-    `grpo` and `dr_grpo` from the answers to the same prompt. `grpo` also divides by their standard deviation; `gdpo`
-    (Liu et al. 2026) does so for each term of `scorer` apart, and adds the results with the terms' weights."""
+    """`gae`: with a critic. The others have a baseline from the batch (`reinforce`) or from the answers to the same
+    prompt. `grpo` also divides by their standard deviation, `gdpo` (Liu et al. 2026) for each term of `scorer`
+    separately."""
     skip_equal_groups: bool = False
-    """Leave out the answers to a prompt that all have the same score: no gradient, and no part in averages (DAPO, Yu et
-    al. 2025, without sampling others in their place). A step in which all groups are equal makes no update."""
+    """Leave out prompts whose answers all have the same score: no gradient, and no part in averages (DAPO, Yu et al.
+    2025, without resampling)."""
     truncated: Literal["keep", "mask"] = "keep"
-    """`mask`: policy and critic do not learn from answers that were cut off (DAPO's overlong filtering); they are still
-    scored, logged, and compared with. Needs `score.missing_eos_penalty: 0`."""
+    """`mask`: do not learn from answers that were cut off (DAPO's overlong filtering). They still count in baselines.
+    Needs `score.missing_eos_penalty: 0`."""
     loss_average: LossAverage = "tokens"
-    """The policy loss of a minibatch. `tokens`: the mean over all tokens. `answer_means`: the mean over responses of
-    each one's mean over tokens. `answer_sums`: the mean over responses of each one's sum, divided by `max_new_tokens`,
-    a constant that gives the gradient the scale of the others."""
+    """Policy loss of a minibatch. `tokens`: mean over all tokens. `answer_means`: mean over responses of each one's
+    token mean. `answer_sums`: mean over responses of each one's token sum, divided by `max_new_tokens`."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """ε: a ratio π_θ/π_old beyond 1 ± ε brings no further gain. With `ratio: sequence` about 3e-4."""
     clip_ratio_high: PositiveNumber | None = None
-    """ε of the upper side, 1 + ε (DAPO: 0.28, so that unlikely tokens can become likelier); null: as `clip_ratio`."""
+    """ε of the upper side (DAPO: 0.28). null: `clip_ratio`."""
     ratio: RatioKind = "token"
-    """`token`: each token has its own ratio. `sequence` (GSPO, Zheng et al. 2025): an answer has one, the geometric
-    mean of its tokens' ratios, which is clipped as a whole. It varies far less: `clip_ratio` is about 3e-4 there."""
+    """One ratio per token, or per response: the geometric mean over its tokens (GSPO, Zheng et al. 2025). `sequence`
+    needs `loss_average: answer_means` and no critic."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Largest loss of a token with negative advantage, as a multiple of the advantage; 3 is usual, null: no limit."""
+    """Largest loss of a token with negative advantage, as a multiple of the advantage; often 3. null: no limit."""
     stop_kl: PositiveNumber | None = None
-    """A PPO step ends before the minibatch at which KL(π_old ‖ π_θ) is above this, in nats per token; null: never."""
+    """End the update when KL(π_old ‖ π_θ) of a minibatch is above this, in nats per token. null: never."""
     importance_cap: PositiveNumber | None = None
-    """Weights tokens by min(π_old/π_engine, cap), for an engine that does not sample exactly from the policy; 2 is
-    usual, null: no weights."""
+    """Weight tokens by min(π_old/π_engine, cap), where the engine's probabilities differ; often 2. null: no weights."""
     policy_gradient_steps: Count = 0
-    """First PPO steps of the policy, after the critic's warm-up, that use the plain policy gradient: one epoch, one
-    minibatch, no ratio."""
+    """First PPO steps, after the critic's warm-up, with the plain policy gradient: one epoch, one minibatch."""
     vf_coef: NotNegative = 0.5
-    """Weight of the value loss; it matters where policy and critic share a body."""
+    """Weight of the value loss; matters for a shared critic."""
     entropy_coef: NotNegative = 0.0
-    """Weight of the entropy bonus, in units of the advantage per nat; 0 switches it off."""
+    """Weight of the entropy bonus, per nat."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount factor per token."""
+    """Discount factor per token. Must be 1 without a critic."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """λ of generalised advantage estimation: 1 uses the rewards alone, 0 the critic's value one token ahead."""
+    """λ of generalised advantage estimation. 1: rewards alone; 0: the critic's value one token ahead."""
     temperature: PositiveNumber = 1.0
-    """Sampling temperature; 1 is the model's own distribution. All log-probabilities are computed at the same
-    temperature."""
+    """Sampling temperature; log-probabilities are computed at the same one."""
     max_new_tokens: Positive = 256
     """Longest response, in tokens."""
     max_prompt_tokens: Positive | None = None
-    """Longest prompt, in tokens; `long_rows` says what happens to longer ones. null: what the model's context holds."""
+    """Longest prompt, in tokens; for longer ones see `long_rows`. null: limited by the context alone."""
     engine: Literal["leash", "vllm"] = "leash"
-    """What samples the responses: our own sampler, or a vLLM server (CUDA only; vLLM is to be installed
-    separately)."""
+    """Sampler of the responses: Leash's own, or a vLLM server (CUDA only; install it separately)."""
     vllm: VLLMConfig = VLLMConfig()
     stop_tokens: list[str] = Field(default_factory=list)
-    """Texts that end a response, besides end-of-sequence; each must be exactly one token of the tokenizer."""
+    """Texts that end a response, besides end-of-sequence; each must be one token."""
     sampler_rows: Positive | None = None
-    """Responses sampled side by side; null: the whole batch. It changes no result, except for rounding."""
+    """Responses sampled at once. null: the whole batch. Changes only rounding."""
     whiten_advantages: bool = True
     """Normalise the advantages of a batch to mean 0 and variance 1."""
     reference_ema: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """After each step that trains the policy, the reference of the KL penalty moves toward the policy at this rate,
-    between 0 and 1: ref ← (1 − rate)·ref + rate·policy (WARP, Ramé et al. 2024). With `lora` the
-    matrices of the adapters are averaged. `kl` in plots/ppo.csv is still to the start of the reference, `kl_moving` to
-    where it is now. null: it stays."""
+    """Rate between 0 and 1 at which the reference follows the policy after each step: ref ← (1 − rate)·ref +
+    rate·policy (WARP, Ramé et al. 2024). plots/ppo.csv has `kl` to the original reference, `kl_moving` to the moving
+    one. null: it stays."""
     kl: KLConfig = KLConfig()
     critic: CriticConfig = CriticConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -231,12 +217,11 @@ class PPOConfig(Block):
     ptx: TextConfig = TextConfig()
     lora: LoraSettings | None = None
     sample_every: Positive = 20
-    """PPO steps between two sets of twenty held-out samples in data/ppo/samples.jsonl."""
+    """PPO steps between sets of held-out samples in data/ppo/samples.jsonl."""
     snapshot_every: Positive | None = None
-    """PPO steps between two snapshots of the policy (its trained weights only), from which `select` chooses; null: only
-    the last step's."""
+    """PPO steps between snapshots of the policy, from which `select` chooses. null: only the last step's."""
     check_ratio: bool = True
-    """Stop the run where π_θ differs from π_old before the first update: sampling and training then disagree."""
+    """Stop if π_θ differs from π_old before the first update: sampling and training disagree."""
 
     @model_validator(mode="before")
     @classmethod

@@ -20,49 +20,45 @@ def _one_message(value: Any) -> Any:
 
 
 class RewardConfig(Block):
-    """The Bradley-Terry reward model: a scalar head on the SFT model's body, or on that of `base`. All pairs of a
-    prompt are in one batch."""
+    """The Bradley-Terry reward model: a scalar head on a language model."""
 
     base: Annotated[BelowRaw | list[BelowRaw], BeforeValidator(_one_message)] | None = None
-    """A folder below data/raw/ with another causal language model, on whose body the reward model is trained; it reads
-    texts with that model's tokenizer and chat template. A list has one folder for each of the `members`, all with the
-    same tokenizer; the model of `judge_share` is trained on the first. null: the SFT model."""
+    """Folder below data/raw/ with the language model to start from; its tokenizer and chat template are used. A list
+    has one for each of the `members`, all with the same tokenizer; `judge_share` uses the first. null: the SFT
+    model."""
     max_pairs: Annotated[int, Field(ge=2)] | None = None
-    """Train on this many of the training pairs that PPO's reward model has, drawn by seed: those of a smaller number
-    are among those of a larger one. Held-out pairs and the pairs of `judge_share` stay. null: all."""
+    """Number of training pairs to use, at most as many as there are. Drawn by seed; fewer are a subset of more. null:
+    all."""
     learning_rate: LearningRate = 1e-5
-    """Peak learning rate: it rises over the warm-up, then falls along a cosine to 0."""
+    """Peak learning rate; cosine decay to 0."""
     epochs: PositiveNumber = 1.0
-    """Passes over the pairs; a reward model overfits after one or a few."""
+    """Passes over the pairs; more than a few overfit."""
     batch_size: Positive = 16
-    """Prompts (not pairs) per optimizer step."""
+    """Prompts per optimizer step, each with all its pairs."""
     warmup_steps: Count = 10
-    """Optimizer steps in which the learning rate rises from 0."""
+    """Optimizer steps in which the learning rate rises."""
     weight_decay: NotNegative = 0.0
-    """Weight decay of AdamW; 0 switches it off."""
+    """Of AdamW."""
     max_tokens: Positive = 1024
-    """Longest prompt plus response, in tokens; `long_rows` says what happens to longer rows."""
+    """Longest prompt plus answer, in tokens (see `long_rows`)."""
     micro_batch_tokens: Positive = 8192
-    """Tokens of a forward and backward pass, which reads whole prompts with all their answers: each prompt once, each
-    answer once. Lower it when memory runs out; it changes no result, except for rounding. On a CPU at most 2048."""
+    """Tokens per forward and backward pass, on a CPU at most 2048. Changes only rounding."""
     gradient_checkpointing: Recomputed = False
-    """Recompute activations in the backward pass: of no layer (false), of every layer (true), or of every n-th layer.
-    Less memory, more time."""
+    """Recompute activations: less memory, more time. true: of all layers; n: of every n-th."""
     lora: LoraSettings | None = None
     processes: Positive = 1
-    """Processes over which the model is divided while it is trained (FSDP2): one per GPU, or several on a CPU. Each has
-    its part of every weight, gradient and optimizer state. Changes no result, except for rounding."""
+    """Processes that divide the model (FSDP2): one per GPU, or several on a CPU."""
     members: Positive = 1
-    """Reward models, trained one after another on the same pairs, with other heads and in another order of the data.
-    Their scores are combined by `combine` (Coste et al. 2023)."""
+    """Reward models in the ensemble, trained on the same pairs with different heads and data orders (Coste et al.
+    2023)."""
     combine: Literal["mean", "min", "mean_minus_std"] = "mean"
-    """The score of several members: their mean, the lowest, or the mean minus `std_coef` standard deviations. First the
-    mean of each member's scores on held-out answers is subtracted."""
+    """Score of the ensemble: mean, minimum, or mean minus `std_coef` standard deviations. Each member's mean on
+    held-out answers is subtracted first."""
     std_coef: NotNegative = 1.0
-    """Weight of the members' standard deviation with `combine: mean_minus_std`."""
+    """Weight of the standard deviation in `mean_minus_std`."""
     judge_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the training prompts whose pairs train a second reward model, with another seed, and not PPO's. Where
-    nothing else judges, `evaluate` takes win rates from it. 0: none."""
+    """Share of the training prompts kept for a second reward model, which judges in `evaluate` if nothing else does. 0:
+    none."""
 
     @model_validator(mode="after")
     def _divisible(self) -> "RewardConfig":

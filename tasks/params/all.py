@@ -34,22 +34,21 @@ RESERVED_BEGINNINGS = ("best_of_", "step-", "round_")
 
 
 class _Params(Block):
-    """One block for each stage, with its name, and what all stages share."""
+    """Keys that all stages share; then one block for each stage."""
 
     threads: Annotated[int, Field(ge=1, le=256)]
-    """CPU threads of torch. Another number changes the last bits of results, so an edit reruns the stages."""
+    """CPU threads of PyTorch. Another number changes the last bits of results, so the stages run again."""
     seed: Annotated[int, Field(ge=0, lt=2**32)]
     """Seed of training and sampling. The data have their own: `ingest.seed`."""
     long_rows: Literal["refuse", "drop"]
-    """Prompts and rows with more tokens than fit: stop with an error (`refuse`), or leave them out and count them
-    (`drop`)."""
+    """Prompts and rows with too many tokens: stop with an error, or leave them out and count them."""
     trust_remote_code: bool
-    """Whether Python code that comes with a pretrained model may run. It runs with your rights: it can read your files
-    and use your network."""
+    """Run Python code that comes with a pretrained model. It has your rights: it can read your files and use your
+    network."""
     precision: Precision = "float32"
-    """Of matrix products in all stages. `bfloat16`: models that are not trained also have bfloat16 weights, and
-    TensorFloat-32 is on. Trained weights, heads, log-probabilities and losses stay float32; with TensorFloat-32 a GPU
-    rounds the factors of the heads' products to ten bits."""
+    """Of matrix products. With `bfloat16`, models that are not trained also have bfloat16 weights, and a GPU computes
+    float32 products in TensorFloat-32 (10-bit mantissa). Trained weights, heads, log-probabilities and losses stay
+    float32."""
     deterministic: bool = True
     """`false`: the fastest kernels on a GPU. Two runs may then differ, and outputs are exempt from byte identity."""
     runtime: RuntimeParams = RuntimeParams()

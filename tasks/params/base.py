@@ -15,37 +15,35 @@ ROLES = ("<|system|>", "<|user|>", "<|assistant|>")
 
 
 class PretrainedParams(Block):
-    """A causal language model from the Hugging Face hub, or below data/raw/."""
+    """A causal language model on the Hugging Face Hub, or below data/raw/."""
 
     model: BelowRaw
-    """`owner/name` on the hub, or a folder below data/raw/, or a GGUF file there (the only one of a folder needs no
-    name). GGUF files need the package gguf; their weights become float32."""
+    """`owner/name` on the Hub, or a folder or GGUF file below data/raw/ (or the folder of a single one). GGUF needs the
+    package gguf; its weights become float32."""
     revision: str | None = None
-    """Commit hash; required for a hub id, because a branch name can move."""
+    """Commit hash, 40 hexadecimal digits. Required on the Hub, because a branch can change."""
 
 
 class BaseParams(Block):
-    """The base model: from scratch, or pretrained."""
+    """The base model."""
 
     source: Literal["scratch", "pretrained"]
-    """`scratch`: a model with random weights. `pretrained`: an existing model."""
+    """Random weights, or an existing model. The block of this name is required."""
     scratch: ScratchConfig | None = None
     pretrained: PretrainedParams | None = None
     pretrain: PretrainConfig | None = None
     format: Literal["chat", "text"] = "chat"
-    """`chat`: prompts are conversations, written by the tokenizer's chat template, or by Leash's where it has none.
-    `text`: there are no turns; the model reads the bare prompt and continues it. A prompt of several turns is then an
-    error."""
+    """`chat`: prompts are conversations in the tokenizer's chat template, or Leash's if it has none. `text`: the model
+    continues the bare prompt; a prompt of several turns is an error."""
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
-    """Values of variables that the pretrained tokenizer's chat template reads, such as `{enable_thinking: false}` for
-    Qwen 3, which thinks by default. They become the defaults of the saved template, so that every stage and every later
-    program renders the same prompts. A name that the template does not read is an error."""
+    """Variables of the pretrained chat template, such as `{enable_thinking: false}` for Qwen 3. They become defaults of
+    the saved template. A name that the template does not use is an error."""
     pad_token: str = "<|pad|>"
-    """Token that fills the rows of a batch; must differ from `eos_token`. A pretrained tokenizer keeps its own, or uses
-    a control token that it has."""
+    """Padding token; must differ from `eos_token`. A pretrained tokenizer keeps its own, or uses one of its control
+    tokens."""
     eos_token: str = "<|end|>"
-    """End-of-sequence token of a tokenizer trained from scratch. A pretrained tokenizer keeps its own, or gets the
-    token with which its chat template closes an answer."""
+    """End-of-sequence token. A pretrained tokenizer keeps its own, or uses the one that ends an answer in its chat
+    template."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "BaseParams":

@@ -10,13 +10,12 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class BestOfNParams(Block):
-    """Best-of-n: the answer with the highest reward-model score out of n. Answers are sampled with the settings of
-    `evaluate`."""
+    """The score is that of `scorer`; the sampling settings are those of `evaluate`."""
 
     enabled: bool
-    """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
+    """Run and evaluate this method."""
     n: Annotated[list[Positive], Field(min_length=1)] = Field(default_factory=lambda: [1, 2, 4, 8, 16])
-    """Values of n, rising; the largest is the number of answers sampled for each prompt."""
+    """Values of n, rising; the largest is the number of answers sampled per prompt."""
 
     @model_validator(mode="after")
     def _rises(self) -> "BestOfNParams":

@@ -15,22 +15,22 @@ class DemoParams(Block):
     """The built-in demo data."""
 
     prompts: Annotated[int, Field(ge=20)] = 2880
-    """Number of distinct prompts, divided by `ingest.split`."""
+    """Distinct prompts, before the split."""
     domains: Annotated[int, Field(ge=1, le=9)] = 2
-    """Domains of life in the prompts; a small model learns a small world better."""
+    """Topics of the prompts. Fewer are easier for a small model."""
     needs: Annotated[int, Field(ge=2, le=7)] = 2
-    """Number of needs that the prompts of each domain name (for someone with diabetes, on a small budget, …)."""
+    """Needs per topic that prompts mention (diabetes, a small budget, …)."""
     demonstrations_per_prompt: Annotated[int, Field(ge=1)] = 6
-    """Answers of mixed quality to each SFT prompt."""
+    """Answers of mixed quality per SFT prompt."""
 
 
 class FilesParams(Block):
-    """Local files below `data/raw/`, copied there by `leash import PATH`."""
+    """Local files below data/raw/, copied there by `leash import PATH`."""
 
     path: str | list[str]
-    """A folder or a file below data/raw/, the name that `leash import` prints; or a list of them."""
+    """File or folder below data/raw/, as `leash import` prints it; or a list of them."""
     heldout_files: list[str] = Field(default_factory=lambda: ["test*", "heldout*"])
-    """Patterns of file names whose rows are held out. Where no file matches, `ingest.split.heldout` applies."""
+    """Patterns of file names whose rows are held out. If none matches, `ingest.split.heldout` applies."""
 
     @field_validator("path", mode="before")
     @classmethod
@@ -49,18 +49,18 @@ class FilesParams(Block):
 
 
 class HuggingFaceParams(Block):
-    """A dataset of the Hugging Face hub at a fixed revision, or a local dataset folder below data/raw/."""
+    """A dataset on the Hugging Face Hub, or a dataset folder below data/raw/."""
 
     dataset: BelowRaw
-    """`owner/name` on the hub, or a folder below data/raw/."""
+    """`owner/name` on the Hub, or a folder below data/raw/."""
     revision: str | None = None
-    """Commit hash, 40 hexadecimal digits; required for a hub id, because a branch can change."""
+    """Commit hash, 40 hexadecimal digits. Required on the Hub, because a branch can change."""
     name: str | None = None
     """Configuration, for a dataset that has several."""
     train_split: str = "train"
     """Split to train on."""
     heldout_split: str | None = "test"
-    """Its rows are held out; null: `ingest.split.heldout` applies."""
+    """Split whose rows are held out. null: `ingest.split.heldout` applies."""
 
     @model_validator(mode="after")
     def _pinned(self) -> "HuggingFaceParams":
@@ -70,24 +70,24 @@ class HuggingFaceParams(Block):
 
 
 class SplitParams(Block):
-    """Shares of the training prompts (they sum to 1), and what is taken from them. In data with demonstrations, pairs
-    and bare prompts, each kind goes to its own share; a share without rows of its own kind takes from the others."""
+    """Shares of the prompts, all above 0. Of the training prompts, `demonstrations`, `preferences` and `ppo` sum to 1:
+    demonstrations, pairs and bare prompts each go to their own share, and a share without rows of its kind takes from
+    the others."""
 
     share: bool | None = None
-    """`true`: SFT, reward model and PPO use all training prompts that have rows of their kind, and `demonstrations`,
-    `preferences` and `ppo` are not used; one set of validation prompts is kept from all three. `false`: a prompt serves
-    one purpose. null: true with fewer than 3,000 training prompts, where a part of them is too few for a reward
-    model, and where no reward model is trained, which would leave its part unused."""
+    """`true`: SFT, reward model and PPO all use every training prompt with suitable rows, and the three shares are
+    ignored. `false`: each prompt has one use. null: `true` with fewer than 3,000 training prompts, or without a reward
+    model."""
     demonstrations: Fraction = 0.5
-    """Share of the training prompts for SFT; with `sft.enabled: false` it goes to the other two."""
+    """For SFT; without SFT, divided between the other two."""
     preferences: Fraction = 0.3
-    """Share for the pairs of the reward model."""
+    """For the reward model."""
     ppo: Fraction = 0.2
-    """Share of the training prompts for PPO's rollouts."""
+    """For PPO's rollouts."""
     heldout: Fraction = 0.1
-    """Share of all prompts that is held out, where the data have no held-out file."""
+    """Of all prompts, if the data have no held-out rows."""
     validation: Fraction = 0.1
-    """Share of the SFT and preference prompts used for validation."""
+    """Of the SFT and preference prompts."""
 
     @model_validator(mode="after")
     def _sums_to_one(self) -> "SplitParams":
@@ -104,34 +104,32 @@ class IngestParams(Block):
     """Source and preparation of the data."""
 
     source: Literal["demo", "files", "huggingface"]
-    """`demo`: the built-in data. `files`: local files. `huggingface`: a dataset of the hub."""
+    """The block of this name is required."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-    """Seed of the built-in data and of every split. The run's `seed` is another one: training can be repeated on the
-    same data."""
+    """Seed of the built-in data and of all splits; the run's `seed` does not change them."""
     demo: DemoParams | None = None
     files: FilesParams | None = None
     huggingface: HuggingFaceParams | None = None
     labels: BelowRaw | None = None
-    """Labelled pairs that are added to the source: a file or a folder below data/raw/, as `leash import` prints it.
-    They go to the reward model, and no other prompt changes its share. Pairs of held-out prompts are leaks."""
+    """Labelled pairs to add for the reward model: a file or folder below data/raw/. They change no other prompt's
+    share; pairs of held-out prompts are leaks."""
     opening_words: Annotated[int, Field(ge=1)] = 4
-    """In data of texts (rows with the column `text`): how many words, separated by white space, are the prompt. The
-    rest is what SFT learns to continue it with. A text without further words is a bad row (`too_short`)."""
+    """In rows with the column `text`: number of words that are the prompt; the rest is the answer. Shorter texts are
+    bad rows (`too_short`)."""
     rating_column: Annotated[str, Field(min_length=1)] | None = None
-    """The column of demonstrations with a number for each (0 and 1, or a score; higher is better), which the reward
-    model learns from with `preferences.source: ratings`."""
+    """Column of demonstrations with a number (higher is better), from which the reward model learns. Needs
+    `preferences.source: ratings`."""
     sft_rating_above: float | None = None
-    """Of rated demonstrations SFT imitates those with a higher rating. null: halfway between the lowest and the highest
-    rating. A rating is a value of `rating_column`, or the `label` (true or false, 1 or 0) of a demonstration."""
+    """SFT imitates rated demonstrations only above this rating (in `rating_column`, else their `label`: 0 or 1, false
+    or true). null: halfway between the lowest and the highest rating."""
     split: SplitParams = SplitParams()
     max_characters: Annotated[int, Field(ge=1)] = 20_000
-    """A row whose prompt or answer is longer than this is a bad row."""
+    """Longest prompt or answer; longer rows are bad rows."""
     on_bad_row: Literal["drop", "refuse"] = "drop"
-    """Rows with empty or undecodable text, broken conversations, chosen == rejected, too long rows and duplicates:
-    leave them out and count them (`drop`), or stop with an error (`refuse`)."""
+    """Empty, undecodable, too long or repeated rows, broken conversations, pairs of equal answers: leave them out and
+    count them, or stop with an error."""
     on_leak: Literal["drop", "refuse"] = "refuse"
-    """A held-out prompt that is also a training prompt: leave out the training row (`drop`), or stop with an error
-    (`refuse`)."""
+    """Training rows with the first user message of a held-out row: leave them out, or stop with an error."""
 
     @model_validator(mode="after")
     def _source_has_its_block(self) -> "IngestParams":

@@ -35,29 +35,27 @@ def _variable(value: str) -> str:
 
 
 class JudgeParams(TextModel):
-    """The judge that decides which of two answers is better. `label`, `reads` and `precision` are for
+    """The judge of win rates, and of pairs with `preferences.source: model`. `label`, `reads` and `precision` are for
     `kind: reward_model`."""
 
     kind: Literal["data", "model", "api", "function", "reward_model"] = "data"
-    """`data`: the judge of the data. The demo has one (its rubric, simulated); human data have none, so the reward
-    model judges, and every page shows that. `model`: a language model, which compares each pair in both orders. `api`:
-    the same with a model behind an OpenAI-compatible endpoint. `function`: a Python function, whose score is the gold
-    score of `evaluate` and `select`. `reward_model`: the same with a reward model or classifier that was trained
-    elsewhere."""
+    """`data`: the demo's rubric; other data have no judge, so the model of `reward.judge_share` judges, else `scorer`.
+    `model`: a language model, which compares each pair in both orders. `api`: the same behind an OpenAI-compatible
+    endpoint. `function`: a Python function that gives gold scores. `reward_model`: the same with a reward model or
+    classifier from elsewhere."""
     function: PythonFile | None = None
-    """`kind: function`: a Python file below rewards/, which is no term of `scorer`."""
+    """`kind: function`: a Python file below rewards/, which is not a term of `scorer`."""
     model: Annotated[str, Field(min_length=1)] | None = None
-    """`kind: model` and `kind: reward_model`: name of its Hugging Face folder below models/judges/; a reward model is
-    no term of `scorer`. `kind: api`: its name on the server."""
+    """`kind: model` or `reward_model`: folder below models/judges/, which is not a term of `scorer`. `kind: api`: the
+    model's name on the server."""
     base_url: Annotated[str, AfterValidator(_web_address)] | None = None
-    """With `kind: api`: the address of the endpoint, such as https://api.openai.com/v1."""
+    """`kind: api`: address, such as https://api.openai.com/v1."""
     key_variable: Annotated[str, AfterValidator(_variable)] | None = None
-    """With `kind: api`: the environment variable that holds the key; null: no key is sent. The key itself is in no
-    file."""
+    """`kind: api`: name of the environment variable that holds the key, never the key itself. null: no key is sent."""
     answer_tokens: Annotated[int, Field(ge=1)] = 8
-    """With `kind: api`: longest answer. A model that thinks before it answers needs some thousands."""
+    """`kind: api`: longest reply, in tokens. Models that reason first need some thousands."""
     question: FolderName | None = None
-    """A text file below models/judges/ with the question: it must hold $prompt, $first and $second, and may hold
+    """`kind: model` or `api`: text file below models/judges/ with $prompt, $first and $second, and optionally
     $first_letter and $second_letter. null: the built-in question."""
 
     @model_validator(mode="after")

@@ -10,34 +10,31 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class AnnotatorParams(Block):
-    """The simulated annotators of the demo: Bradley-Terry choices on the hidden score."""
+    """The demo's simulated annotators: Bradley-Terry choices on the hidden score."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.1
-    """Noise of the choice, in units of the hidden score; 0 always takes the better answer."""
+    """Noise of the choice, in units of the hidden score. 0: always the better answer."""
     flip_rate: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """Share of choices that are reversed by mistake."""
 
 
 class PreferencesParams(Block):
-    """The preference pairs that the reward model learns from."""
+    """The preference pairs for the reward model."""
 
     source: Literal["judge", "model", "dataset", "both", "ratings"]
-    """`judge`: pairs of the SFT model's samples, judged by the demo's simulated annotators. `model`: the same pairs,
-    judged by the language model of the block `judge`. `dataset`: the pairs of the data. `both`: `judge` and
-    `dataset`. `ratings`: no pairs are made, since the reward model learns from the ratings of single answers
-    (`ingest.rating_column`)."""
+    """`judge`: answers of the SFT model, compared by the demo's annotators. `model`: the same, compared by the language
+    model of `judge`. `dataset`: pairs of the data. `both`: `judge` and `dataset`. `ratings`: no pairs; the reward model
+    learns from `ingest.rating_column`."""
     agreement_pairs: Annotated[int, Field(ge=0)] = 200
-    """With `source: model`: how many pairs the judge's agreement is measured on before its labels are used: pairs of
-    the data, or of the demo's rubric."""
+    """With `source: model`: pairs with a known order, on which the judge's agreement is measured first."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 4
-    """Answers of the SFT model to each prompt; every two are a pair. With `source: dataset` or `ratings` none is
-    sampled."""
+    """Sampled answers per prompt; every two are a pair. Not used with `dataset` or `ratings`."""
     temperature: Annotated[float, Field(gt=0)] = 0.9
-    """Sampling temperature; 1 is the model's own distribution."""
+    """Sampling temperature."""
     max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
     batch_size: Positive = 128
-    """Responses sampled together; changes no sample."""
+    """Answers sampled at once. Changes only rounding."""
     stop_tokens: list[str] = Field(default_factory=list)
-    """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
+    """Must equal `ppo.stop_tokens`."""
     annotators: AnnotatorParams = AnnotatorParams()

@@ -8,20 +8,19 @@ from rlhf_core.config.block import Block
 
 
 class PromoteParams(Block):
-    """When the policy of a nightly run becomes the champion: every rule must hold. They change no result, and no stage
-    depends on them."""
+    """When the policy of a nightly run becomes the champion: if all rules hold. The rules change no result."""
 
     enabled: bool = True
-    """false: nightly runs do not touch the champion; `leash promote` does it by hand."""
+    """false: nightly runs keep the champion; only `leash promote VERSION` replaces it."""
     win_rate_above: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """The lower end of the 95% interval of its win rate against the champion, on the same held-out prompts, must be
-    above this. Without a champion the rule holds."""
+    """The lower end of the 95% interval of the policy's win rate against the champion must be above this. Without a
+    champion the rule holds."""
     allow_reward_model: bool = False
-    """true: where the data have no judge, the win rate by the run's own reward model decides. PPO has maximised
-    that model, so its policy may win by over-optimising it."""
+    """Without an independent judge, use the run's own reward model, which the policy may have over-optimised. false:
+    without such a judge no champion is replaced."""
     kl_below: Annotated[float, Field(gt=0)] | None = None
-    """Its KL to the SFT model, in nats per answer, must be below this. null: no limit."""
+    """The KL to the SFT model, in nats per answer, must be below this. null: no limit."""
     missing_eos_below: Annotated[float, Field(gt=0, le=1)] = 0.05
-    """The share of its answers without an end token must be below this."""
+    """The share of answers without an end token must be below this."""
     allowed_alerts: list[str] = Field(default_factory=list)
-    """Alerts of PPO that do not keep it from becoming the champion, such as `repetition`."""
+    """Alerts of PPO that do not prevent promotion, such as `repetition`."""

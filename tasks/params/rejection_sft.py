@@ -11,25 +11,25 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class RejectionParams(Block):
-    """Rejection-sampling SFT: sample answers to PPO's prompts, keep the best of each prompt by the reward model, and
-    continue SFT on them."""
+    """SFT continues on the best sampled answer to each of PPO's prompts, by `scorer`; answers that were cut off come
+    last."""
 
     enabled: bool
-    """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
+    """Run and evaluate this method."""
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
-    """Answers to each prompt, of which the best is kept."""
+    """Answers per prompt, of which the best is kept."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature; 1 is the model's own distribution."""
+    """Sampling temperature."""
     max_new_tokens: Positive = 256
     """Longest answer, in tokens."""
     batch_size: Positive = 128
-    """Responses sampled side by side; it changes no sample."""
+    """Answers sampled at once. Changes only rounding."""
     stop_tokens: list[str] = Field(default_factory=list)
-    """Texts that end a response, besides end-of-sequence; must equal `ppo.stop_tokens`."""
+    """Must equal `ppo.stop_tokens`."""
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Share of the prompts used for the validation loss instead of training."""
+    """Share of the prompts for the validation loss."""
     training: SFTConfig | None = None
-    """Required where the stage is enabled; the keys of `sft`."""
+    """Required if enabled: the keys of `sft`, with `enabled`, `turns` and `processes` at their defaults."""
 
     @model_validator(mode="after")
     def _knows_how_to_train(self) -> "RejectionParams":

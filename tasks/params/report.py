@@ -8,7 +8,7 @@ from rlhf_core.config.block import Block
 
 
 class ReportParams(Block):
-    """Contents of the report page."""
+    """The report page."""
 
     samples: Annotated[int, Field(ge=1)] = 5
     """Pairs of answers to show at a time."""

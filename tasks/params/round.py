@@ -8,11 +8,11 @@ from rlhf_core.config.block import Block
 
 
 class RoundParams(Block):
-    """What changes from round to round; `leash round` closes a round. A project without closed rounds is in round 1."""
+    """What changes from round to round. `leash round` closes a round; until then a project is in round 1."""
 
     reference: Literal["sft", "previous"] = "sft"
-    """The reference of the KL penalty from round 2 on. `sft`: the SFT model, so the penalty is on the KL to it.
-    `previous`: the policy of the round before, so the penalty is on the KL of this round, and the KL to SFT adds up."""
+    """Reference of the KL penalty from round 2 on. `sft`: the SFT model. `previous`: the policy of the previous round;
+    the KL to the SFT model then adds up."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of the preference prompts whose answers are sampled in one round. Round n takes the n-th part of a random
-    order by `seed`, and starts again at the end: three rounds with a third each sample every prompt once."""
+    """Share of the preference prompts sampled in one round. With a third, three rounds sample every prompt once; the
+    fourth starts again."""

@@ -8,46 +8,44 @@ from rlhf_core.config.block import Block
 
 
 class ApiParams(Block):
-    """Requests to the endpoint of a judge with `kind: api`."""
+    """Requests of a judge with `kind: api`. The budgets are per stage."""
 
     concurrency: Annotated[int, Field(ge=1, le=256)] = 8
-    """Requests at the same time."""
+    """Parallel requests."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Longest wait for an answer."""
+    """Longest wait for a reply."""
     retries: Annotated[int, Field(ge=0, le=20)] = 6
-    """How often a request is repeated after 429, 5xx or a lost connection, with growing pauses."""
+    """Repeats of a request after HTTP 429, 5xx or a lost connection, with growing pauses."""
     max_requests: Annotated[int, Field(ge=1)] = 20_000
-    """Budget of one stage: requests, repeated ones included. A pair takes two."""
+    """Budget of requests, with repeats. A pair takes two."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Budget of one stage: tokens of questions and answers, as the server counts them. null: no limit."""
+    """Budget of tokens, in questions and replies, as the server counts them. null: no limit."""
 
 
 class FunctionParams(Block):
-    """Limits of the processes of reward functions (`scorer`). A function that reaches one stops the stage."""
+    """Limits of the process of a Python function of `scorer` or `judge`. Beyond a limit, the stage stops."""
 
     timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
-    """Longest time to load the file, and for a call, which has at most 64 answers."""
+    """Longest time to load the file, and for a call with at most 64 answers."""
     memory_mb: Annotated[int, Field(ge=64)] = 4096
     """Largest address space of the process, in MiB."""
 
 
 class RuntimeParams(Block):
-    """Settings that cannot change a result. No stage depends on them, so an edit retrains nothing."""
+    """Settings that cannot change a result. An edit reruns nothing."""
 
     project: str | None = None
-    """The name of the project on shared servers: MLflow's experiment and registered model, Prefect's flows and
-    deployments. null: the last part of git's origin, else the name of the folder."""
+    """Name of the project in MLflow and Prefect. null: the last part of git's origin, else the name of the folder."""
     tracking: bool = True
-    """Send parameters, metrics and artifacts to MLflow."""
+    """Log the run to MLflow."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 20
-    """Steps between two checkpoints in work/, from which a stopped stage continues."""
+    """Training steps between checkpoints, from which a stopped stage continues."""
     progress_seconds: Annotated[float, Field(gt=0)] = 5.0
-    """Seconds between two progress lines where the output is not a terminal."""
+    """Seconds between progress lines, if the output is not a terminal."""
     api: ApiParams = ApiParams()
     functions: FunctionParams = FunctionParams()
     on_alert: Literal["warn", "stop"] = "warn"
-    """On an alert of PPO: `warn` reports it and goes on; `stop` ends the run. With `warn`, a stopped run
-    continues from there."""
+    """On an alert of PPO: report it and continue, or end the run. To continue an ended run, set `warn`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -48,26 +48,24 @@ class TextModel(Block):
     """How a model from elsewhere reads an answer: a sequence classifier with its own tokenizer."""
 
     label: str | None = None
-    """Of a model with several outputs: the label whose log-odds are the score, as its config.json spells it."""
+    """For a model with several outputs: the label, as in its config.json, whose log-odds are the score."""
     reads: Literal["answer", "pair"] | None = None
-    """null: the conversation with the answer, through the model's own chat template; with `base.format: text` prompt
-    and answer as one text. `answer`: the answer alone. `pair`: prompt and answer as its tokenizer's pair of texts."""
+    """What the model reads. null: the conversation in its chat template; with `base.format: text`, prompt and answer as
+    one text. `answer`: the answer alone. `pair`: prompt and answer as a text pair."""
     precision: Precision | None = None
-    """Of the model's weights and products; null: that of the run."""
+    """Of the model. null: that of the run."""
 
 
 class Term(TextModel):
-    """A list of terms: the score of an answer is the sum of weight times term. Absent, it is the reward model alone
-    with weight 1. Without the reward model, `preferences` and `reward` write empty outputs. `label`, `reads` and
-    `precision` are for a `model`."""
+    """A list of terms; the score of an answer is the sum of weight × term. Default: the reward model with weight 1.
+    Without `term: reward_model`, no reward model is trained. `label`, `reads` and `precision` are for a `model`."""
 
     term: Annotated[str, AfterValidator(_named)] | None = None
     """`reward_model`, or a Python file below rewards/ with a function `score(prompts, responses, rows)`."""
     model: FolderName | None = None
-    """In place of `term`: a folder below models/judges/ with a reward model or classifier that was trained
-    elsewhere."""
+    """Instead of `term`: folder below models/judges/ with a reward model or classifier from elsewhere."""
     weight: float
-    """In units of the term. It can be negative; a term with weight 0 is only logged."""
+    """May be negative. 0: the term is only logged."""
 
     @property
     def name(self) -> str:

@@ -8,20 +8,19 @@ from rlhf_core.config.block import Block, Share
 
 
 class SelectParams(Block):
-    """Which of PPO's snapshots, or which interpolation of the last one, becomes the policy. They are compared on
-    validation prompts: prompts of the preference data that the reward model was not trained on. Answers are sampled
-    with the settings of `ppo`."""
+    """Which of PPO's snapshots, or interpolations of the last one, becomes the policy. Compared on validation prompts
+    of the preference data, sampled as in `ppo`."""
 
     rule: Literal["last", "best_judge", "best_proxy"] = "last"
-    """`last`: the last one; with `kl_budget` the last one within it. `best_judge`: the highest mean score of the judge.
-    `best_proxy`: the highest mean score of the reward model."""
+    """`last`: the last one (within `kl_budget`). `best_judge`, `best_proxy`: the highest mean score of the judge, or of
+    `scorer`."""
     prompts: Annotated[int, Field(ge=0)] = 100
-    """Largest number of validation prompts; 0: no comparison, and only `rule: last` without `kl_budget` is possible."""
+    """Largest number of validation prompts. 0: no comparison; needs `rule: last` and no `kl_budget`."""
     kl_budget: Annotated[float, Field(gt=0)] | None = None
-    """Largest KL to the SFT model, in nats per answer. A candidate is within it if its KL on the validation prompts,
-    plus 1.645 standard errors, is. null: no limit."""
+    """Largest KL to the SFT model, in nats per answer, for the measured KL plus 1.645 standard errors. null: no
+    limit."""
     interpolation: list[Share] = Field(default_factory=list)
-    """For each η the weights SFT + η·(last snapshot − SFT) are a candidate, too."""
+    """Candidates to add: for each η between 0 and 1 the weights SFT + η·(last snapshot − SFT)."""
 
     @model_validator(mode="after")
     def _compares(self) -> "SelectParams":

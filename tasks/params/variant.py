@@ -65,17 +65,16 @@ def keys_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 class VariantParams(Block):
-    """The settings of `ppo`, with the changes in `settings`."""
+    """Settings as in `ppo`, with changes."""
 
     enabled: bool
-    """`false`: the stage writes empty outputs, and `evaluate` leaves the model out."""
+    """Run and evaluate this method."""
     recipe: Recipe = "published"
-    """`reinforce`, `rloo` and `grpo`. `published`: the method of its paper, with one optimizer step on each rollout and
-    no whitening. `dr_grpo` (of `grpo`): without its length and deviation bias (Liu et al. 2025). `gdpo` (of `grpo`):
-    each term of `scorer` is compared apart (Liu et al. 2026). `ppo_style`: only the baseline is the method's; epochs,
-    minibatches, clip and whitening are those of `ppo`."""
+    """`published`: as in the paper, one optimizer step per rollout. `ppo_style`: only the baseline differs from `ppo`.
+    Only for `grpo`: `dr_grpo`, without length and deviation bias (Liu et al. 2025); `gdpo`, each term of `scorer`
+    normalised separately (Liu et al. 2026). `hybrid` has no recipes."""
     settings: dict[str, Any] = Field(default_factory=dict)
-    """Keys of `ppo` with other values, nested as in `ppo`."""
+    """Changes to `ppo`, nested as there. Keys that the recipe fixes are refused."""
 
     def applied_to(self, ppo: PPOConfig, name: str) -> PPOConfig:
         """The settings of PPO's loop for this variant. Raises ValueError, naming the key, for what is no setting of
