@@ -30,24 +30,34 @@ def page() -> str:
     """The whole page."""
     blocks = [name for name, field in Params.model_fields.items() if _model_of(field.annotation)]
     contents = "Blocks: " + ", ".join(f"[{name}](#{name})" for name in blocks) + "."
-    return "\n".join([HEADER, contents, "", *_block("", Params)]) + "\n"
+    return "\n".join([HEADER, contents, "", *_block("", Params, {})]) + "\n"
 
 
-def _block(prefix: str, model: type[BaseModel], meaning: str = "") -> list[str]:
+def _block(prefix: str, model: type[BaseModel], known: dict[type[BaseModel], str], meaning: str = "") -> list[str]:
+    """`known`: the heading under which the keys of a class are listed already."""
     title = prefix or "top level"
     about = " ".join(f"{meaning} {model.__doc__ or ''}".split())
+    if model in known:
+        first = known[model]
+        about = meaning if meaning else ""
+        return [f"## {title}", " ".join(f"{about} Keys and defaults as in [{first}](#{_anchor(first)}).".split())]
+    known[model] = title
     lines = [f"## {title}", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
     inner: list[str] = []
     for name, field in model.model_fields.items():
         key = f"{prefix}.{name}".strip(".")
         block = _model_of(field.annotation)
         if block is not None:
-            inner += ["", *_block(key, block, field.description or "")]
+            inner += ["", *_block(key, block, known, field.description or "")]
             continue
         lines.append(
             f"| `{key}` | {_type(field)} | {_default(field)} | {' '.join((field.description or '').split())} |"
         )
     return (lines if len(lines) > 5 else lines[:2]) + inner
+
+
+def _anchor(title: str) -> str:
+    return title.replace(".", "").replace(" ", "-")
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
