@@ -68,8 +68,10 @@ class Progress:
         self._show(position, inner, now, final=False)
 
     def skip(self, rounds: int) -> None:
-        """Some further rounds are done by an earlier process."""
-        self.done, self.start, self.updates = self.done + rounds, None, 0
+        """Some further rounds were done by an earlier process; they say nothing about the speed."""
+        self.done += rounds
+        if self.start is not None:
+            self.start = (self.start[0] + rounds, self.start[1])
 
     def note(self, text: str) -> None:
         """Print a line that the next progress line does not replace."""

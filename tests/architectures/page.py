@@ -34,9 +34,8 @@ PARTS = {
 }
 HEAD = ["architecture", "tokenizer", "runs", "packed rows", "remarks"]
 EXPLANATION = """
-Packed rows: equal prefixes are computed once, without padding. The other models are read with padding, to the same
-numbers. LoRA (`all-linear`) adapts the linear layers of the body; the weights of experts are no linear layers and stay
-frozen. No auxiliary loss balances the experts.
+Packed rows: equal prefixes are computed once, without padding; the other models are read with padding, to the same
+numbers. With LoRA (`all-linear`) the weights of experts stay frozen. No auxiliary loss balances the experts.
 
 Each row is also checked for these points:
 
@@ -47,21 +46,16 @@ Each row is also checked for these points:
 ## What is read, and what `base` changes
 The log of `base` names each change.
 
-- **Weights.** A weight that is missing, or has another shape than in config.json, is an error that names it. So are
-  weights of the model's own layers that config.json leaves out, and a tied output layer with other weights than the
-  embedding. The prefixes `module.` and `_orig_mod.` are removed. The heads `value_head` and `v_head` (OpenRLHF, TRL)
-  are read as that of a reward model; a reward model is refused as a language model. Other tensors without a place are
-  named in the log.
-- **GGUF.** Settings, weights and tokenizer come from the file alone. Read are the architectures `llama` (also
-  Mistral's), `qwen2` and `qwen3` with a byte-level tokenizer (`gpt-2`, `smollm`, `qwen2`, `llama-bpe`). The weights
-  become float32. What is not read is an error that names it, such as the `rope_freqs` of Llama 3.1.
+- **Weights.** Refused: a weight that is missing or has another shape than in config.json, own layers that config.json
+  leaves out, and a tied output layer with other weights than the embedding. `value_head` and `v_head` (OpenRLHF, TRL)
+  are read as the head of a reward model, which is refused as a language model.
+- **GGUF.** Read are the architectures `llama` (also Mistral's), `qwen2` and `qwen3` with a byte-level tokenizer
+  (`gpt-2`, `smollm`, `qwen2`, `llama-bpe`), as float32. All else is refused, such as the `rope_freqs` of Llama 3.1.
 - **Date.** A chat template that writes today's date is fixed to 26 Jul 2024, or refused where that is impossible.
-- **End of an answer.** The control token with which the chat template closes an answer, such as `<end_of_turn>` or
-  `<|im_end|>`, becomes the tokenizer's eos token. Sampling stops at it, at every eos token of
-  `generation_config.json`, and at `stop_tokens`. A template that closes with text only changes nothing. In training,
-  another eos that closes an answer is replaced by the tokenizer's.
-- **Padding.** A tokenizer without a pad token gets a control token that has no use and that no text makes.
-  `base.pad_token` is added only where there is none.
+- **End of an answer.** The control token with which the chat template closes an answer becomes the tokenizer's eos
+  token, also in training data. Sampling stops at it, at every eos token of `generation_config.json`, and at
+  `stop_tokens`. A template that closes with text only changes nothing.
+- **Padding.** A tokenizer without a pad token gets a control token that has no use, else `base.pad_token`.
 - **Chat template.** A tokenizer without one gets ChatML if it has the tokens of ChatML, else Leash's with three tokens
   for roles.
 

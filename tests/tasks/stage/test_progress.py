@@ -94,6 +94,16 @@ def test_reading_beside_the_rounds_has_a_speed_of_its_own(
     assert "reading 5/10  6 min 50 s left" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("skipped", [0, 20])
+def test_the_next_part_of_a_loop_keeps_its_speed(skipped: int, progress: Callable[..., tuple[Progress, Clock]]) -> None:
+    """Also where an earlier process has done a part of it."""
+    reporter, clock = progress()
+    reporter.total = 100
+    go((reporter, clock), range(10, 50, 10), 10.0)
+    reporter.skip(skipped)
+    assert reporter.seconds_left(reporter.done) == 60 - skipped
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
@@ -208,7 +218,7 @@ def test_answers_of_all_models_are_one_count(watched: Watched, capsys: pytest.Ca
     assert capsys.readouterr().out.splitlines() == [
         "[7/9 ppo] sft answer 0/300",
         "[7/9 ppo] sft answer 50/300  4 min 10 s left",
-        "[7/9 ppo] dpo answer 200/300",
+        "[7/9 ppo] dpo answer 200/300  1 min 40 s left",
         "[7/9 ppo] dpo answer 250/300  50 s left",
     ]
 
