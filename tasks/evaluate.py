@@ -43,8 +43,8 @@ def execute(stage: Stage[EvaluateParams]) -> None:
     """Make data/evaluate/{samples,answers}.jsonl, metrics/{evaluate,summary}.json and plots/frontier.csv."""
     set_numerics(stage)
     evaluator, too_long = evaluator_of(stage)
-    answers, reads = work_to_do(stage, evaluator)
-    evaluator = replace(evaluator, progress=stage.progress(answers, "answer", reads=reads))
+    count, reads = work_to_do(stage, evaluator)
+    evaluator = replace(evaluator, progress=stage.progress(count, "answer", reads=reads))
     bootstrap = Bootstrap(stage.params.bootstrap, stage.seed)
     answered = answer_all(stage, evaluator)
     results = answered.results
