@@ -449,6 +449,7 @@ def study(
     constraint: str | None = Option(None, help="Such as 'kl_per_sequence < 3'."),
     minimise: bool = Option(False, "--minimise", help="The lowest objective is best."),
     commit: str = Option("HEAD", help="The branch or commit to study."),
+    leaderboard: bool = Option(False, help="Print rows for docs/leaderboard.md: the demo, three seeds."),
     retries: int = RETRIES,
 ) -> None:
     """Run several settings and seeds, and compare them.
@@ -469,7 +470,7 @@ def study(
             )
         written, call = read_study(root, file.expanduser())
         name = name or written
-    _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries)), pool))
+    _exit(run_study(root, call, name, commit, jobs, ("--retries", str(retries)), pool, leaderboard))
 
 
 @command

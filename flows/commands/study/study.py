@@ -20,7 +20,7 @@ from optuna.trial import TrialState
 from ruamel.yaml import YAML
 
 from flows import isolated, processes, server, workspace
-from flows.commands.study import expressions, file, picture, tables, trials
+from flows.commands.study import expressions, file, leaderboard, picture, tables, trials
 from flows.commands.study.trials import FAILED, FINISHED, RUNNING, WAITING, Call, Search, Space, Trial
 from flows.isolated import as_name
 from flows.pool import Pool, TrialFailed, connect
@@ -204,12 +204,14 @@ def study(
     jobs: int | None,
     options: Sequence[str] = (),
     pool: str | None = None,
+    with_leaderboard: bool = False,
 ) -> int:
     """Run the study's trials, or those that are missing; returns the exit code: 1 when a trial failed. `options` are
     those of `leash run`; `jobs` trials run side by side (None: one here, `POOL_JOBS` on the workers of `pool`).
+    `with_leaderboard`: the rows of docs/leaderboard.md are printed, too.
 
     Raises UserError before anything runs: for a wrong override, name, method or expression, another study of this
-    name, or a work pool that cannot be used.
+    name, or a work pool that cannot be used. Afterwards for rows of the leaderboard that cannot be made.
     """
     made = prepare(home, call, name, revision)
     made.options, made.jobs = tuple(options), jobs or (POOL_JOBS if pool else 1)
@@ -234,6 +236,9 @@ def study(
                 finish_study(home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])
     print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)
     print("`dvc exp show` lists the experiments; `dvc exp apply NAME` brings one's results into this folder")
+    if with_leaderboard:
+        command = json.loads((made.folder / CALL).read_text(encoding="utf-8"))["command"]
+        print(f"\n{leaderboard.rows(made.trials, made.commit, command)}", flush=True)
     return 1 if FAILED in states else 0
 
 

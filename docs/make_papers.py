@@ -1,0 +1,304 @@
+"""Makes the tables and pictures of docs/papers.md from the studies of examples/papers/.
+
+python docs/make_papers.py gao xu     # reads the finished trials of these studies, and writes docs/papers/NAME.csv
+python docs/make_papers.py            # the tables and pictures, from the CSV files that are there
+
+The page has a pair of marks around each table; a test compares the tables with the CSV files.
+"""
+
+import io
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+from flows import isolated  # noqa: E402
+from flows.commands.study.file import read_study  # noqa: E402
+from flows.commands.study.study import prepare  # noqa: E402
+from flows.commands.study.tables import Summary, markdown, summarise, text  # noqa: E402
+from tasks.page.canvas import canvas, label_axes, png, styled  # noqa: E402
+from tasks.records.recorded import read_results  # noqa: E402
+
+PAGE, FOLDER = HERE / "papers.md", HERE / "papers"
+KEPT = ["family", "point", "kl", "gold", "reward"]
+"""Columns of plots/frontier.csv: a model or snapshot, its n or step, KL to SFT in nats, and mean scores on the held-out
+prompts."""
+
+
+def export(name: str) -> None:
+    """Write docs/papers/NAME.csv: a row for each point of the frontier of each finished trial. It has the setting and
+    seed of the trial and the accuracy of its reward model, too."""
+    _, call = read_study(ROOT, ROOT / "examples" / "papers" / f"{name}.yaml")
+    study = prepare(ROOT, call, name, "HEAD")
+    parts = []
+    for trial in study.trials:
+        found = isolated.find(ROOT, study.commit, trial.name)
+        if found is None:
+            print(f"{trial.name} is not finished")
+            continue
+        files = read_results(ROOT, found, "metrics/reward.json", "plots/frontier.csv")
+        rows = pd.read_csv(io.BytesIO(files["plots/frontier.csv"]))[KEPT].dropna(subset=["kl", "gold"])
+        setting = {key.rsplit(".", 1)[-1]: value for key, value in trial.setting}
+        accuracy = pd.read_json(io.BytesIO(files["metrics/reward.json"]), typ="series")["heldout_accuracy"]
+        parts.append(rows.assign(**setting, seed=trial.params["seed"], accuracy=accuracy))
+    FOLDER.mkdir(exist_ok=True)
+    table = pd.concat(parts)
+    table = table[[*(column for column in table if column not in KEPT), *KEPT]]
+    table.to_csv(FOLDER / f"{name}.csv", index=False, float_format="%.4g", lineterminator="\n")
+
+
+def read(name: str) -> pd.DataFrame:
+    """What `export` wrote. `d` is √KL and `gain` the gold score less that of SFT, of the same trial."""
+    table = pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False)
+    keys = [str(column) for column in table if column not in [*KEPT, "accuracy"]]
+    start = table[table.family == "sft"].set_index(keys).gold.rename("start")
+    table = table.join(start, on=keys)
+    return table.assign(d=np.sqrt(table.kl.clip(lower=0)), gain=table.gold - table.start)
+
+
+def over_seeds(values: Iterable[float]) -> Summary | None:
+    """Mean and 95% interval over training seeds."""
+    found = [value for value in values if not math.isnan(value)]
+    return summarise(found, [None] * len(found))
+
+
+def cell(values: Iterable[float], form: str = ".2f") -> str:
+    """`over_seeds` in words."""
+    return text(over_seeds(values), form)
+
+
+def by_seed(table: pd.DataFrame, value: Callable[[pd.DataFrame], float]) -> list[float]:
+    """The value of each seed's rows, in the order of the seeds."""
+    return [value(rows) for _, rows in table.groupby("seed")]
+
+
+# Gao, Schulman, Hilton 2022
+
+
+def fit(d: "pd.Series[float]", gain: "pd.Series[float]", rl: bool) -> tuple[float, float]:
+    """α and β of gain = d·(α − β·d) for best of n, and d·(α − β·log d) for RL, by least squares."""
+    x, y = d.to_numpy()[d > 0], gain.to_numpy()[d > 0]
+    features = np.stack([x, -x * np.log(x) if rl else -x * x], axis=1)
+    alpha, beta = np.linalg.lstsq(features, y, rcond=None)[0]
+    return float(alpha), float(beta)
+
+
+FAMILIES = {"best_of_n": False, "ppo": True}
+"""Family of the frontier, and whether its form is that of RL."""
+
+
+def peak(rows: pd.DataFrame) -> float:
+    """The highest gain; 0, of SFT itself, where none is above."""
+    return max(0.0, float(rows.gain.max()))
+
+
+def peak_place(rows: pd.DataFrame) -> float:
+    """√KL at the highest gain."""
+    return float(rows.d.iloc[int(rows.gain.to_numpy().argmax())]) if peak(rows) else 0.0
+
+
+def last(rows: pd.DataFrame) -> float:
+    """The gain at the highest KL."""
+    return float(rows.gain.iloc[int(rows.d.to_numpy().argmax())])
+
+
+def gao_table(table: pd.DataFrame) -> str:
+    """A row for each size and number of pairs, without the leash."""
+    cells = [["weights", "pairs", "accuracy", "best of n: highest gain", "at √KL", "PPO: highest gain", "at √KL",
+              "PPO: gain at the end", "√KL"]]  # fmt: skip
+    for (size, pairs), rows in table.groupby(["base", "max_pairs"], sort=False):
+        bon, ppo = (rows[rows.family == family] for family in FAMILIES)
+        cells.append([
+            str(size).removeprefix("weights-"), f"{pairs}", cell(by_seed(rows, lambda r: r.accuracy.iloc[0])),
+            cell(by_seed(bon, peak)), cell(by_seed(bon, peak_place)),
+            cell(by_seed(ppo, peak)), cell(by_seed(ppo, peak_place)),
+            cell(by_seed(ppo, last)), cell(by_seed(ppo, lambda r: r.d.max()), ".1f"),
+        ])  # fmt: skip
+    return markdown(cells)
+
+
+def weights_of(base: str) -> float:
+    """Millions of weights in the name of a body: weights-0.2m → 0.2."""
+    return float(base.removeprefix("weights-").removesuffix("m"))
+
+
+def gao_slopes(table: pd.DataFrame) -> str:
+    """How α and β of the two forms change with ten times the weights or the pairs: least squares over the sixteen
+    reward models of a seed, then the mean of the seeds."""
+    cells = [["", "mean", "per ten times the weights", "per ten times the pairs"]]
+    for family, rl in FAMILIES.items():
+        per_seed: dict[str, list[Sequence[float]]] = {"α": [], "β": []}
+        for _, rows in table[table.family == family].groupby("seed"):
+            models = [
+                ((str(base), int(str(pairs))), part) for (base, pairs), part in rows.groupby(["base", "max_pairs"])
+            ]
+            found = np.array([fit(part.d, part.gain, rl) for _, part in models])
+            x = np.array([[1.0, math.log10(weights_of(base)), math.log10(pairs) - 3] for (base, pairs), _ in models])
+            for name, column in zip(per_seed, found.T, strict=True):
+                per_seed[name].append([fmean(column), *np.linalg.lstsq(x, column, rcond=None)[0][1:]])
+        label = "PPO" if rl else "best of n"
+        for name, values in per_seed.items():
+            cells.append([f"{name}, {label}", *(cell(column) for column in zip(*values, strict=True))])
+    return markdown(cells)
+
+
+def gao_picture(table: pd.DataFrame) -> bytes:
+    """Gain over √KL: a panel for each number of pairs, a line for each size, means of the seeds."""
+    numbers, sizes = sorted(table.max_pairs.unique()), sorted(table.base.unique(), key=weights_of)
+    with styled():
+        figure, panels = canvas("Gold score less SFT's over √KL: PPO without a leash, best of n dashed", columns=2,
+                                panels=(1, 1), width=8.6, height=6.4)  # fmt: skip
+        for place, (axes, pairs) in enumerate(zip(panels, numbers, strict=True)):
+            for rank, size in enumerate(sizes):
+                rows = table[(table.max_pairs == pairs) & (table.base == size)]
+                colour: Any = (0.09, 0.41, 0.78, 0.3 + 0.7 * rank / (len(sizes) - 1))
+                for family, style in (("ppo", "-"), ("best_of_n", "--")):
+                    means = rows[rows.family == family].groupby("point")[["d", "gain"]].mean().sort_values("d")
+                    name = f"{size.removeprefix('weights-').upper()} weights" if family == "ppo" else None
+                    axes.plot(means.d, means.gain, style, color=colour, label=name)
+            axes.axhline(0, color="#77828f", linewidth=0.8)
+            axes.set_ylim(-3, 3)
+            axes.set_title(f"{pairs:,} pairs".replace(",", " "), fontsize=10, loc="left")
+            label_axes(axes, "gold less SFT's" if place % 2 == 0 else "", "√KL" if place > 1 else "")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+        return png(figure)
+
+
+# Coste et al. 2023 and Eisenstein et al. 2023
+
+
+def ensembles_table(table: pd.DataFrame) -> str:
+    """A row for each case."""
+    cells = [["reward", "best of 128: gain", "its highest gain", "PPO: highest gain", "gain at the end",
+              "less that of one"]]  # fmt: skip
+    alone = by_seed(table[(table.case == "one") & (table.family == "ppo")], last)
+    for case, rows in table.groupby("case", sort=False):
+        bon, ppo = (rows[rows.family == family] for family in FAMILIES)
+        ends = by_seed(ppo, last)
+        differences = [mine - other for mine, other in zip(ends, alone, strict=True)]
+        cells.append([
+            str(case).replace("-", " "), cell(by_seed(bon, last)), cell(by_seed(bon, peak)), cell(by_seed(ppo, peak)),
+            cell(ends), "–" if case == "one" else cell(differences, "+.2f"),
+        ])  # fmt: skip
+    return markdown(cells)
+
+
+# Xu et al. 2024
+
+
+def policy_gold(rows: pd.DataFrame) -> float:
+    """Gold of the last snapshot of PPO."""
+    ppo = rows[rows.family == "ppo"]
+    return float(ppo.gold.iloc[int(ppo.point.astype(float).to_numpy().argmax())])
+
+
+def policy_kl(rows: pd.DataFrame) -> float:
+    """KL of the last snapshot of PPO."""
+    ppo = rows[rows.family == "ppo"]
+    return float(ppo.kl.iloc[int(ppo.point.astype(float).to_numpy().argmax())])
+
+
+def xu_table(table: pd.DataFrame) -> str:
+    """A row for each setting, and DPO."""
+    cells = [["batch", "advantages normalised", "moving reference", "gold", "KL", "less DPO"]]
+    dpo = by_seed(table, lambda rows: float(rows[rows.family == "dpo"].gold.iloc[0]))
+    for (case, whiten, ema), rows in table.groupby(["case", "whiten_advantages", "reference_ema"], sort=False):
+        gold = by_seed(rows, policy_gold)
+        differences = [mine - other for mine, other in zip(gold, dpo, strict=True)]
+        yes = {"true": "yes", "false": "no"}[str(whiten).lower()]
+        cells.append([str(case), yes, "no" if ema == "null" else str(ema), cell(gold), cell(by_seed(rows, policy_kl)),
+                      cell(differences, "+.2f")])  # fmt: skip
+    return markdown([*cells, ["DPO", "", "", cell(dpo), "", ""]])
+
+
+def xu_effects(table: pd.DataFrame) -> str:
+    """What each of the three changes, as the mean of the paired differences over the settings of the other two."""
+    cells = [["switched on", "gold"]]
+    factors = {"large batch": ("case", "large"), "normalised advantages": ("whiten_advantages", "true"),
+               "moving reference": ("reference_ema", "0.05")}  # fmt: skip
+    for name, (column, on) in factors.items():
+        effects = []
+        for _, rows in table.groupby("seed"):
+            golds = [policy_gold(part) for _, part in rows.groupby(["case", "whiten_advantages", "reference_ema"])]
+            is_on = [
+                str(part[column].iloc[0]).lower() == on
+                for _, part in rows.groupby(["case", "whiten_advantages", "reference_ema"])
+            ]
+            sides = ([g for g, o in zip(golds, is_on, strict=True) if o == side] for side in (True, False))
+            with_it, without = (fmean(side) for side in sides)
+            effects.append(with_it - without)
+        cells.append([name, cell(effects, "+.2f")])
+    return markdown(cells)
+
+
+# Ahmadian et al. 2024
+
+METHODS = {"ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "reinforce": "REINFORCE", "rejection_sft": "rejection SFT",
+           "dpo": "DPO", "best_of_n": "best of 16"}  # fmt: skip
+
+
+def method_rows(table: pd.DataFrame, family: str) -> pd.DataFrame:
+    """The row of each seed: PPO's last snapshot, best of 16, or the method's model."""
+    rows = table[table.family == family]
+    if family not in FAMILIES:
+        return rows
+    points = rows.point.astype(float)
+    return rows[points == (16 if family == "best_of_n" else points.max())]
+
+
+def ahmadian_table(table: pd.DataFrame) -> str:
+    """A row for each method; the differences are paired by seed."""
+    cells = [["method", "gold", "KL", "PPO less it"]]
+    ppo = by_seed(method_rows(table, "ppo"), lambda rows: rows.gold.iloc[0])
+    for family, label in METHODS.items():
+        rows = method_rows(table, family)
+        if not len(rows):
+            continue
+        gold = by_seed(rows, lambda found: found.gold.iloc[0])
+        differences = [mine - other for mine, other in zip(ppo, gold, strict=True)]
+        cells.append([label, cell(gold), cell(rows.kl), "–" if family == "ppo" else cell(differences, "+.2f")])
+    return markdown(cells)
+
+
+TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
+    "gao": ("gao", gao_table),
+    "gao-slopes": ("gao", gao_slopes),
+    "gao-leash": ("gao-leash", gao_table),
+    "ensembles": ("ensembles", ensembles_table),
+    "xu": ("xu", xu_table),
+    "xu-effects": ("xu", xu_effects),
+    "ahmadian": ("ahmadian", ahmadian_table),
+}
+"""Name of a pair of marks on the page: the study and what makes the table."""
+PICTURES: dict[str, Callable[[pd.DataFrame], bytes]] = {"gao": gao_picture}
+
+
+def page(written: str) -> str:
+    """The page with the tables of the studies that have a CSV file."""
+    for mark, (study, make) in TABLES.items():
+        if (FOLDER / f"{study}.csv").is_file():
+            begin, end = f"<!-- table {mark} -->", f"<!-- end {mark} -->"
+            found = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+            table = f"{begin}\n{make(read(study))}\n{end}".replace("\\", "\\\\")
+            written = found.sub(table, written)
+    return written
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        export(argument)
+    for study, draw in PICTURES.items():
+        if (FOLDER / f"{study}.csv").is_file():
+            (FOLDER / f"{study}.png").write_bytes(draw(read(study)))
+    if PAGE.is_file():
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,95 @@
+"""The tables of docs/papers.md are those of the committed studies, and find what a made-up study was made with."""
+
+import itertools
+import math
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from flows.commands.study.file import read_study
+from flows.commands.study.trials import grid, read_space
+from tests.test_docs import ROOT, script
+
+STUDIES = sorted((ROOT / "examples" / "papers").glob("*.yaml"))
+
+
+@pytest.fixture
+def papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """docs/make_papers.py with a folder of its own."""
+    maker = script("make_papers")
+    monkeypatch.setattr(maker, "FOLDER", tmp_path)
+    return maker
+
+
+def store(papers: ModuleType, name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    pd.DataFrame(rows).to_csv(papers.FOLDER / f"{name}.csv", index=False)
+    table: pd.DataFrame = papers.read(name)
+    return table
+
+
+def point(family: str, place: Any, kl: float, gold: float, **setting: Any) -> dict[str, Any]:
+    return {**setting, "accuracy": 0.8, "family": family, "point": place, "kl": kl, "gold": gold, "reward": 0.0}
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
+def test_a_study_has_its_file_s_name_and_trials_of_distinct_names(path: Path) -> None:
+    name, call = read_study(ROOT, path)
+    assert name == path.stem
+    assert len(grid(name, read_space(call.overrides, call.methods, call.cases))) >= 5
+    assert f"leash study examples/papers/{path.name}" in path.read_text(encoding="utf-8")
+
+
+def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None:
+    """α = 1 + 0.3·log₁₀(millions of weights) + 0.2·log₁₀(pairs / 1000), β = 0.3, for both forms and every seed."""
+    rows = []
+    for size, pairs, seed in itertools.product((0.2, 4), (300, 1000, 10000), (1, 2, 3)):
+        setting = {"base": f"weights-{size}m", "max_pairs": pairs, "seed": seed}
+        alpha, start = 1 + 0.3 * math.log10(size) + 0.2 * math.log10(pairs / 1000), 0.5 + seed
+        rows.append(point("sft", 0, 0.0, start, **setting))
+        for place in range(1, 9):
+            d = 0.3 * place
+            rows.append(point("best_of_n", 2**place, d * d, start + d * (alpha - 0.3 * d), **setting))
+            rows.append(point("ppo", place, d * d, start + d * (alpha - 0.3 * math.log(d)), **setting))
+    table = papers.gao_slopes(store(papers, "gao", rows)).splitlines()
+    for line in (row for row in table if row.startswith("| α")):
+        assert [cell.split()[0] for cell in line.split("|")[3:5]] == ["0.30", "0.20"]
+    for line in (row for row in table if row.startswith("| β")):
+        assert [cell.split()[0].lstrip("−") for cell in line.split("|")[2:5]] == ["0.30", "0.00", "0.00"]
+
+
+def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType) -> None:
+    """Large batch +1, normalised advantages +0.5, a moving reference −0.1, beside a different level of each seed."""
+    rows = []
+    for case, whiten, ema, seed in itertools.product(("large", "small"), ("true", "false"), ("null", "0.05"), (1, 2)):
+        setting = {"case": case, "whiten_advantages": whiten, "reference_ema": ema, "seed": seed}
+        gold = seed + (case == "large") + 0.5 * (whiten == "true") - 0.1 * (ema != "null")
+        rows += [point("sft", 0, 0.0, 0.0, **setting), point("ppo", 4, 1.0, 9.0, **setting)]
+        rows += [point("ppo", 28, 3.0, gold, **setting), point("dpo", "", 4.0, 1.5, **setting)]
+    table = store(papers, "xu", rows)
+    found = [line.split("|")[2].split()[0] for line in papers.xu_effects(table).splitlines()[2:]]
+    assert found == ["+1.00", "+0.50", "−0.10"]
+    assert "| DPO |  |  | 1.50" in papers.xu_table(table)
+
+
+def test_methods_are_compared_with_the_last_step_of_ppo_and_best_of_16(papers: ModuleType) -> None:
+    rows = []
+    for seed in (1, 2, 3):
+        rows += [point("sft", 0, 0.0, 0.5, seed=seed), point("ppo", 4, 1.0, 9.0, seed=seed)]
+        rows += [point("ppo", 28, 3.0, 3.0, seed=seed), point("rloo", "", 3.0, 2.75, seed=seed)]
+        rows += [point("best_of_n", 4, 0.6, 9.0, seed=seed), point("best_of_n", 16, 1.8, 3.5, seed=seed)]
+    table = papers.ahmadian_table(store(papers, "ahmadian", rows))
+    assert [line.split("|")[4].split()[0] for line in table.splitlines()[2:]] == ["–", "+0.25", "−0.50"]
+
+
+def test_ensembles_are_compared_with_one_reward_model(papers: ModuleType) -> None:
+    rows = []
+    for case, seed in itertools.product(("one", "own-bodies-min"), (1, 2, 3)):
+        setting, end = {"case": case, "seed": seed}, -1.0 + seed + 0.5 * (case != "one")
+        rows += [point("sft", 0, 0.0, 0.0, **setting), point("ppo", 4, 1.0, 2.0, **setting)]
+        rows += [point("ppo", 45, 9.0, end, **setting), point("best_of_n", 128, 3.9, 1.0, **setting)]
+    table = papers.ensembles_table(store(papers, "ensembles", rows)).splitlines()
+    assert table[-1].startswith("| own bodies min |")
+    assert table[-1].split("|")[6].split()[0] == "+0.50"
