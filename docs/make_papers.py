@@ -82,6 +82,16 @@ def by_seed(table: pd.DataFrame, value: Callable[[pd.DataFrame], float]) -> list
     return [value(rows) for _, rows in table.groupby("seed")]
 
 
+def method_rows(table: pd.DataFrame, family: str) -> pd.DataFrame:
+    """The row of each trial: PPO's last snapshot, best of 16, or the method's model."""
+    rows = table[table.family == family]
+    if family not in FAMILIES:
+        return rows
+    points = rows.point.astype(float)
+    trials = [rows[column] for column in rows if column not in [*KEPT, "accuracy", "start", "d", "gain"]]
+    return rows[points == (16.0 if family == "best_of_n" else points.groupby(trials).transform("max"))]
+
+
 # Gao, Schulman, Hilton 2022
 
 
@@ -196,27 +206,15 @@ def ensembles_table(table: pd.DataFrame) -> str:
 # Xu et al. 2024
 
 
-def policy_gold(rows: pd.DataFrame) -> float:
-    """Gold of the last snapshot of PPO."""
-    ppo = rows[rows.family == "ppo"]
-    return float(ppo.gold.iloc[int(ppo.point.astype(float).to_numpy().argmax())])
-
-
-def policy_kl(rows: pd.DataFrame) -> float:
-    """KL of the last snapshot of PPO."""
-    ppo = rows[rows.family == "ppo"]
-    return float(ppo.kl.iloc[int(ppo.point.astype(float).to_numpy().argmax())])
-
-
 def xu_table(table: pd.DataFrame) -> str:
     """A row for each setting, and DPO."""
     cells = [["batch", "advantages normalised", "moving reference", "gold", "KL", "less DPO"]]
     dpo = by_seed(table, lambda rows: float(rows[rows.family == "dpo"].gold.iloc[0]))
     for (case, whiten, ema), rows in table.groupby(["case", "whiten_advantages", "reference_ema"], sort=False):
-        gold = by_seed(rows, policy_gold)
-        differences = [mine - other for mine, other in zip(gold, dpo, strict=True)]
+        last_steps = method_rows(rows, "ppo").sort_values("seed")
+        differences = [mine - other for mine, other in zip(last_steps.gold, dpo, strict=True)]
         yes = {"true": "yes", "false": "no"}[str(whiten).lower()]
-        cells.append([str(case), yes, "no" if ema == "null" else str(ema), cell(gold), cell(by_seed(rows, policy_kl)),
+        cells.append([str(case), yes, "no" if ema == "null" else str(ema), cell(last_steps.gold), cell(last_steps.kl),
                       cell(differences, "+.2f")])  # fmt: skip
     return markdown([*cells, ["DPO", "", "", cell(dpo), "", ""]])
 
@@ -226,18 +224,11 @@ def xu_effects(table: pd.DataFrame) -> str:
     cells = [["switched on", "gold"]]
     factors = {"large batch": ("case", "large"), "normalised advantages": ("whiten_advantages", "true"),
                "moving reference": ("reference_ema", "0.05")}  # fmt: skip
+    last_steps = method_rows(table, "ppo")
     for name, (column, on) in factors.items():
-        effects = []
-        for _, rows in table.groupby("seed"):
-            golds = [policy_gold(part) for _, part in rows.groupby(["case", "whiten_advantages", "reference_ema"])]
-            is_on = [
-                str(part[column].iloc[0]).lower() == on
-                for _, part in rows.groupby(["case", "whiten_advantages", "reference_ema"])
-            ]
-            sides = ([g for g, o in zip(golds, is_on, strict=True) if o == side] for side in (True, False))
-            with_it, without = (fmean(side) for side in sides)
-            effects.append(with_it - without)
-        cells.append([name, cell(effects, "+.2f")])
+        is_on = last_steps[column].astype(str).str.lower() == on
+        with_it, without = (last_steps[side].groupby("seed").gold.mean() for side in (is_on, ~is_on))
+        cells.append([name, cell(with_it - without, "+.2f")])
     return markdown(cells)
 
 
@@ -245,15 +236,6 @@ def xu_effects(table: pd.DataFrame) -> str:
 
 METHODS = {"ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "reinforce": "REINFORCE", "rejection_sft": "rejection SFT",
            "dpo": "DPO", "best_of_n": "best of 16"}  # fmt: skip
-
-
-def method_rows(table: pd.DataFrame, family: str) -> pd.DataFrame:
-    """The row of each seed: PPO's last snapshot, best of 16, or the method's model."""
-    rows = table[table.family == family]
-    if family not in FAMILIES:
-        return rows
-    points = rows.point.astype(float)
-    return rows[points == (16 if family == "best_of_n" else points.max())]
 
 
 def ahmadian_table(table: pd.DataFrame) -> str:

@@ -39,8 +39,8 @@ def _block(prefix: str, model: type[BaseModel], known: dict[type[BaseModel], str
     about = " ".join(f"{meaning} {model.__doc__ or ''}".split())
     if model in known:
         first = known[model]
-        about = meaning if meaning else ""
-        return [f"## {title}", " ".join(f"{about} Keys and defaults as in [{first}](#{_anchor(first)}).".split())]
+        same = f"Keys and defaults as in [{first}](#{first.replace('.', '')})."
+        return [f"## {title}", " ".join(f"{meaning} {same}".split())]
     known[model] = title
     lines = [f"## {title}", about, "", "| key | type | default | meaning |", "|---|---|---|---|"]
     inner: list[str] = []
@@ -54,10 +54,6 @@ def _block(prefix: str, model: type[BaseModel], known: dict[type[BaseModel], str
             f"| `{key}` | {_type(field)} | {_default(field)} | {' '.join((field.description or '').split())} |"
         )
     return (lines if len(lines) > 5 else lines[:2]) + inner
-
-
-def _anchor(title: str) -> str:
-    return title.replace(".", "").replace(" ", "-")
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:

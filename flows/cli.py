@@ -449,7 +449,7 @@ def study(
     constraint: str | None = Option(None, help="Such as 'kl_per_sequence < 3'."),
     minimise: bool = Option(False, "--minimise", help="The lowest objective is best."),
     commit: str = Option("HEAD", help="The branch or commit to study."),
-    leaderboard: bool = Option(False, help="Print rows for docs/leaderboard.md: the demo, three seeds."),
+    leaderboard: bool = Option(False, help="Print rows for a leaderboard: the demo, three seeds."),
     retries: int = RETRIES,
 ) -> None:
     """Run several settings and seeds, and compare them.

@@ -9,11 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from flows.commands.study.file import read_study
-from flows.commands.study.trials import grid, read_space
-from tests.test_docs import ROOT, script
-
-STUDIES = sorted((ROOT / "examples" / "papers").glob("*.yaml"))
+from tests.test_docs import script
 
 
 @pytest.fixture
@@ -32,14 +28,6 @@ def store(papers: ModuleType, name: str, rows: list[dict[str, Any]]) -> pd.DataF
 
 def point(family: str, place: Any, kl: float, gold: float, **setting: Any) -> dict[str, Any]:
     return {**setting, "accuracy": 0.8, "family": family, "point": place, "kl": kl, "gold": gold, "reward": 0.0}
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=[path.stem for path in STUDIES])
-def test_a_study_has_its_file_s_name_and_trials_of_distinct_names(path: Path) -> None:
-    name, call = read_study(ROOT, path)
-    assert name == path.stem
-    assert len(grid(name, read_space(call.overrides, call.methods, call.cases))) >= 5
-    assert f"leash study examples/papers/{path.name}" in path.read_text(encoding="utf-8")
 
 
 def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None:

@@ -1,4 +1,4 @@
-"""`leash study --leaderboard`: rows of docs/leaderboard.md, from a study of the demo."""
+"""`leash study --leaderboard`: rows for a leaderboard, from a study of the demo."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -22,17 +22,16 @@ POLICY = "policy"
 
 def rows(trials: Sequence[Trial], commit: str, command: str) -> str:
     """The table, best method first: for each setting and each method with a model the gold score within the budget, as
-    the mean over seeds. It is read from the majorant of the method's points and SFT, flat from its highest point.
+    the mean over seeds. It is read from the majorant of the method's points and SFT, flat from its highest point; the
+    part of its interval that is over prompts is that of the method's last model. A method over the budget of tokens has
+    no row.
 
-    Raises UserError unless every finished trial has the demo's own data, judge and evaluation, and for a setting with
-    less than three seeds. A method over the budget of tokens has no row.
+    Raises UserError for a setting with less than three finished trials.
     """
     found: list[tuple[float, list[str]]] = []
     for name, group in tables.by_setting(trials).items():
         if len(group) < SEEDS:
             raise UserError(f"--leaderboard: {name} has {len(group)} finished trials, and a row needs {SEEDS} seeds")
-        for trial in group:
-            _require_the_demo(trial)
         for method in (POLICY, *(one.name for one in WITH_MODEL)):
             golds = [gold for trial in group if (gold := gold_within(trial, method)) is not None]
             figures = [(trial.metrics["evaluate"].get("models") or {}).get(method) or {} for trial in group]
@@ -56,17 +55,21 @@ def gold_within(trial: Trial, method: str) -> float | None:
     return majorant_at(min(NATS, max(kls)), kls, golds)
 
 
-def _require_the_demo(trial: Trial) -> None:
-    """Raise UserError for other data, another judge, or fewer held-out prompts or samples than the demo has."""
-    ingest, evaluate = trial.params["ingest"], trial.params["evaluate"]
-    wrong = {
-        "ingest.source": ingest["source"] != "demo" or bool(ingest.get("demo")),
-        "judge": (trial.params.get("judge") or {}).get("kind", "data") != "data",
-        "evaluate.max_prompts": evaluate.get("max_prompts", 300) < 400,
-        "evaluate.seeds": len(evaluate.get("seeds", [1])) < 3,
-        "evaluate.temperature": evaluate.get("temperature", 1.0) != 1.0,
-    }
-    if keys := [key for key, is_wrong in wrong.items() if is_wrong]:
-        raise UserError(
-            f"--leaderboard: {trial.name} differs from examples/demo.yaml in {keys[0]}; rows are of the demo"
-        )
+def require_the_demo(trials: Sequence[Trial]) -> None:
+    """Raise UserError for other data, another judge, or fewer held-out prompts or samples than the demo has, and for
+    less than three seeds; before anything runs."""
+    for trial in trials:
+        ingest, evaluate = trial.params["ingest"], trial.params["evaluate"]
+        wrong = {
+            "ingest.source": ingest["source"] != "demo" or bool(ingest.get("demo")),
+            "judge": (trial.params.get("judge") or {}).get("kind", "data") != "data",
+            "evaluate.max_prompts": evaluate.get("max_prompts", 300) < 400,
+            "evaluate.seeds": len(evaluate.get("seeds", [1])) < 3,
+            "evaluate.temperature": evaluate.get("temperature", 1.0) != 1.0,
+        }
+        if keys := [key for key, is_wrong in wrong.items() if is_wrong]:
+            raise UserError(
+                f"--leaderboard: {trial.name} differs from examples/demo.yaml in {keys[0]}; rows are of the demo"
+            )
+    if (seeds := len({trial.params["seed"] for trial in trials})) < SEEDS:
+        raise UserError(f"--leaderboard: a row needs {SEEDS} training seeds, not {seeds}; add -S seed=1,2,3")

@@ -208,12 +208,14 @@ def study(
 ) -> int:
     """Run the study's trials, or those that are missing; returns the exit code: 1 when a trial failed. `options` are
     those of `leash run`; `jobs` trials run side by side (None: one here, `POOL_JOBS` on the workers of `pool`).
-    `with_leaderboard`: the rows of docs/leaderboard.md are printed, too.
+    `with_leaderboard`: rows for a leaderboard are printed, too.
 
     Raises UserError before anything runs: for a wrong override, name, method or expression, another study of this
-    name, or a work pool that cannot be used. Afterwards for rows of the leaderboard that cannot be made.
+    name, a work pool that cannot be used, or a study that cannot be on the leaderboard.
     """
     made = prepare(home, call, name, revision)
+    if with_leaderboard:
+        leaderboard.require_the_demo(made.trials)
     made.options, made.jobs = tuple(options), jobs or (POOL_JOBS if pool else 1)
     lock = held(made.folder / "study.lock", 0.0, f"runs study {made.name}")
     with lock as file, processes.keeping(file.descriptor):
@@ -236,7 +238,7 @@ def study(
                 finish_study(home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])
     print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)
     print("`dvc exp show` lists the experiments; `dvc exp apply NAME` brings one's results into this folder")
-    if with_leaderboard:
+    if with_leaderboard and FAILED not in states:
         command = json.loads((made.folder / CALL).read_text(encoding="utf-8"))["command"]
         print(f"\n{leaderboard.rows(made.trials, made.commit, command)}", flush=True)
     return 1 if FAILED in states else 0

@@ -49,6 +49,18 @@ def home(toy: Callable[..., Path]) -> Path:
     return root
 
 
+@pytest.mark.parametrize(
+    ("paper", "trials"), [("gao", 48), ("gao-leash", 12), ("ensembles", 35), ("xu", 24), ("ahmadian", 5)]
+)
+def test_every_trial_of_the_papers_has_valid_parameters(home: Path, paper: str, trials: int) -> None:
+    """`prepare` refuses a trial that `check` would refuse."""
+    (home / "examples").symlink_to(ROOT / "examples")
+    path = home / "examples" / "papers" / f"{paper}.yaml"
+    name, call = file.read_study(home, path)
+    assert (name, len(study.prepare(home, call, name, "HEAD").trials)) == (paper, trials)
+    assert f"leash study examples/papers/{path.name}" in path.read_text(encoding="utf-8")
+
+
 def test_cases_cross_the_grid_and_the_seeds(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each trial has the parameters of its case, on those of the overlay."""
     name, call = file.read_study(home, home / "study.yaml")

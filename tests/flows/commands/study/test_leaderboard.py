@@ -17,7 +17,7 @@ def trial(seed: int, gold: float = 4.0, tokens: int = 500_000, **params: Any) ->
     models = {"policy": {"tokens_trained": tokens}, "rloo": {"tokens_trained": 100}}
     points = [("sft", 0.0, 0.0), ("ppo", 1.4, 2.0), ("ppo", 4.2, gold), ("rloo", 2.0, 1.5)]
     frontier = [{"family": family, "kl": kl, "gold": score} for family, kl, score in points]
-    return Trial(f"seed={seed}", (), (), params={**DEMO, **params}, state="finished",
+    return Trial(f"seed={seed}", (), (), params={**DEMO, "seed": seed, **params}, state="finished",
                  metrics={"evaluate": {"models": models}}, frontier=frontier)  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def test_a_method_over_the_budget_of_tokens_has_no_row() -> None:
 @pytest.mark.parametrize(
     ("trials", "says"),
     [
-        ([trial(1), trial(2)], "has 2 finished trials, and a row needs 3 seeds"),
+        ([trial(1), trial(2)], "a row needs 3 training seeds, not 2"),
         (
             [trial(1), trial(2), trial(3, ingest={"source": "files"})],
             "seed=3 differs from examples/demo.yaml in ingest",
@@ -61,4 +61,10 @@ def test_a_method_over_the_budget_of_tokens_has_no_row() -> None:
 )
 def test_rows_are_of_the_demo_with_three_seeds(trials: list[Trial], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        leaderboard.rows(trials, "0", "x")
+        leaderboard.require_the_demo(trials)
+
+
+def test_the_demo_with_three_seeds_is_taken_and_a_failed_trial_leaves_no_row() -> None:
+    leaderboard.require_the_demo([trial(1), trial(2), trial(3)])
+    with pytest.raises(UserError, match="has 2 finished trials, and a row needs 3 seeds"):
+        leaderboard.rows([trial(1), trial(2)], "0", "x")
