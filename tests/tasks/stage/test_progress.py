@@ -86,9 +86,9 @@ def test_reading_beside_the_rounds_has_a_speed_of_its_own(
         clock.now += 10
         reporter.update(step)
         for _ in range(2):
-            for row in range(10):
+            for row in range(0, 10, 5):
                 reporter.within("reading", row, 10)
-                clock.now += 2
+                clock.now += 10
     reporter.within("sampling", 0, 10)
     assert reporter.seconds_left(20) == pytest.approx(80 + 160 * 2)
     assert "reading 5/10  6 min 50 s left" in capsys.readouterr().out
