@@ -22,7 +22,7 @@ test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny wh
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
 test-slow: setup-dev  ## Run the slow tests: kills, a million rows, dead servers, full disks
-	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "slow and not exhaustive"
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40 -m "slow and not exhaustive"
 
 test-exhaustive: setup-dev  ## Run what repeats a mechanism that other tests have covered: all kills, all architectures
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m exhaustive

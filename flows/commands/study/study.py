@@ -136,9 +136,9 @@ class Study:
             show = partial(self._print, trial)
             self.pool.run(trial.name, self.commit, trial.overrides, self.name, self.options, show)
             return
-        self._print(trial, "starts")
-        space = Workspace(self.home, trial.name, self.commit, trial.overrides)
         path = self.folder / "logs" / f"{trial.name}.log"
+        self._print(trial, f"starts; progress: {path.relative_to(self.home)}")
+        space = Workspace(self.home, trial.name, self.commit, trial.overrides)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", encoding="utf-8", buffering=1) as log, workspace.opened(space):
 

@@ -47,23 +47,26 @@ def interrupt(process: "subprocess.Popen[str]") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_stopped_and_a_killed_study_continue(home: Path, study: Callable[..., "subprocess.Popen[str]"]) -> None:
     """No finished trial runs again, the one that was stopped does, and equal stages are made once."""
     words = ("-S", "ppo.kl.coef=0.3,0.05", "-S", "seed=1,2", "--name", "betas", "--objective", "gold_policy")
     for times, (strike, code) in enumerate([(interrupt, 130), (subprocess.Popen.kill, -9)], start=1):
         process = study(*words)
-        until(lambda times=times: log(home).count("evaluate 1 0.05") == times)
+        until(lambda times=times: log(home).count("evaluate 1 0.05") == times, seconds=400)
         strike(process)
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
         assert process.returncode == code
     before = experiments(home)
     assert set(before) == {"betas-coef=0.3-seed=1", "betas-coef=0.3-seed=2"}
     (home / "go").touch()
     (home / "params.yaml").write_text("an edit\n")
-    output, errors = study(*words).communicate(timeout=200)
+    output, errors = study(*words).communicate(timeout=400)
     assert errors == ""
     assert "study betas continues at commit" in output
+    kept = "work/studies/betas/logs/betas-coef=0.05-seed=1.log"
+    assert f"starts; progress: {kept}" in output
+    assert (home / kept).exists()
     after = experiments(home)
     assert {name: after[name] for name in before} == before
     assert len(after) == 4
@@ -82,7 +85,7 @@ def test_a_stopped_and_a_killed_study_continue(home: Path, study: Callable[..., 
 def test_a_failed_trial_does_not_stop_the_others(home: Path, study: Callable[..., "subprocess.Popen[str]"]) -> None:
     words = ("-S", "ppo.vf_coef=0.6,0.5", "--name", "weights", "--jobs", "2", "--retries", "0")
     process = study(*words)
-    output, _ = process.communicate(timeout=200)
+    output, _ = process.communicate(timeout=400)
     assert process.returncode == 1, output
     assert set(experiments(home)) == {"weights-vf_coef=0.5"}
     kept = home / "work/runs/weights-vf_coef=0.6/tree"
