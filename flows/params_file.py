@@ -19,8 +19,11 @@ def replace_params(root: Path, file: Path) -> None:
     from tasks.params.all import Params
 
     parse(Params, read_yaml(file), file=file)
+    content, path = file.read_bytes(), root / PARAMS_FILE
+    if path.exists() and path.read_bytes() == content:
+        return  # a run that was stopped continues by the same command
     require_room(root, "--params")
-    (root / PARAMS_FILE).write_bytes(file.read_bytes())
+    path.write_bytes(content)
 
 
 def read_written(path: Path) -> dict[str, Any]:

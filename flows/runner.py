@@ -182,9 +182,10 @@ def _exit_without_server(error: BaseException) -> None:
 
 def quiet_prefect() -> None:
     """Switch Prefect's console log off in favour of our live lines (its log of the run keeps everything), and limit
-    how long it tries to reach a lost server."""
+    how long it tries to reach a lost server. While its database is locked, by runs side by side or by a slow disk, the
+    server answers 503; three more tries take 14 seconds."""
     os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     os.environ.setdefault("PREFECT_LOGGING_INTERNAL_LEVEL", "CRITICAL")
-    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "1")
+    os.environ.setdefault("PREFECT_CLIENT_MAX_RETRIES", "3")
     os.environ.setdefault("PREFECT_API_REQUEST_TIMEOUT", "10")
     logging.raiseExceptions = False  # else Prefect's sender of logs prints each of its failures

@@ -71,7 +71,7 @@ def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], run
     (server,) = servers(family)
     strike(server)
     (root / "go").touch()
-    printed, errors = process.communicate(timeout=120)
+    printed, errors = process.communicate(timeout=400)  # a server that hangs is tried for almost a minute a request
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith("error: the Prefect server (http://127.0.0.1:")
@@ -95,7 +95,7 @@ def test_a_run_cut_off_by_its_server_is_stopped_at_once_by_an_interrupt(running:
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert errors == "error: stopped; nothing is left running; the same command continues with one\n"
-    assert time.monotonic() - begun < 30.0, "Prefect alone tries to reach its server for minutes"
+    assert time.monotonic() - begun < 90.0, "Prefect alone tries to reach its server for minutes"
     until(lambda: not any(alive(one) for one in family), 15.0)
     assert log_of(root) == ["one begin"]
 

@@ -29,6 +29,14 @@ def test_a_file_takes_the_place_of_what_git_has(project: Path) -> None:
         assert (project / "params.yaml").read_bytes() == (project / f"examples/{name}.yaml").read_bytes()
 
 
+def test_a_file_of_ones_own_is_taken_a_second_time_as_a_stopped_run_needs(project: Path) -> None:
+    own = project / "own.yaml"
+    own.write_text((project / "params.yaml").read_text().replace("seed: 1", "seed: 2"))
+    for _ in range(2):
+        replace_params(project, own)
+        assert (project / "params.yaml").read_bytes() == own.read_bytes()
+
+
 def test_an_edit_that_git_does_not_have_is_kept(project: Path) -> None:
     edited = (project / "params.yaml").read_text() + "# mine\n"
     (project / "params.yaml").write_text(edited)
