@@ -22,6 +22,8 @@ TRACKED = (SUMMARY, "params.yaml")
 RECORD_SECONDS = 600.0
 NIGHTLY, STUDY = "Nightly", "Study"
 """Trailers of an experiment's message: the branch of a nightly run, the study of a trial."""
+RETRIES = {"PREFECT_CLIENT_MAX_RETRIES": "5"}
+"""Runs side by side write into one database of Prefect; while another one has locked it, the server answers 503."""
 STAGE_ENDED = re.compile(r"\[\d+/\d+ (?P<stage>\w+)\] (?P<how>ran|restored|FAILED)\b")
 """A line of `leash run` about a stage that has ended."""
 
@@ -62,7 +64,7 @@ def run(
         on_line(line)
 
     command = [sys.executable, "-m", "flows.cli", "run", *options]
-    env = workspace.process_environment(space.root, **{RUN_VARIABLE: space.name}, **(variables or {}))
+    env = workspace.process_environment(space.root, **RETRIES, **{RUN_VARIABLE: space.name}, **(variables or {}))
     start = time.monotonic()
     code = processes.run(command, cwd=space.root, env=env, on_line=receive, signals=processes.RUNNER_SIGNALS)
     seconds, error = time.monotonic() - start, "; ".join(errors) or f"leash run ended with {code}"

@@ -111,6 +111,21 @@ def test_an_experiment_of_other_parameters_is_no_result(home: Path, tmp_path: Pa
     assert same.state == "finished"
 
 
+def test_trials_try_a_busy_server_again(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this process, as every `leash run`, gives a lost server up soon."""
+    monkeypatch.setenv("PREFECT_CLIENT_MAX_RETRIES", "1")
+    code = "import os, sys; print(os.environ['PREFECT_CLIENT_MAX_RETRIES']); sys.exit(1)"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec python3 -c "{code}"\n')
+    (tmp_path / "python").chmod(0o755)
+    trial, head = Trial("as-committed", (), ()), workspace.resolve(home, "HEAD")
+    read_params(home, head, [trial])
+    made = Study(home, "betas", head, Call(()), Space((), (), ()))
+    made.run_trial(trial)
+    assert trial.state == "failed"
+    assert (made.folder / "logs" / "as-committed.log").read_text() == "5\n"
+
+
 def test_what_a_trial_prints_is_in_its_log_at_once(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial takes minutes to hours, and its log is the only place that shows its progress."""
     head, seen = workspace.resolve(home, "HEAD"), []
