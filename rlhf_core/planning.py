@@ -176,8 +176,11 @@ class Model:
         tokens for each distinct one."""
         size = BFLOAT16 if self.precision == "bfloat16" else FLOAT32
         # Inputs of both norms and their normalised values (float32; frozen norms keep no normalised ones), and the
-        # inputs of the linear layers behind them, of which bfloat16 has a copy for each cast.
-        stream = (26 if size == BFLOAT16 else 24) - 8 * (lora is not None)
+        # inputs of the linear layers behind them, of which bfloat16 has a copy for each cast. Adapters of weights in
+        # bfloat16 need no cast; peft's of those in 4 bits do.
+        stream = 26 if size == BFLOAT16 else 24
+        if lora is not None:
+            stream -= 14 if size == BFLOAT16 and lora.quantize == "none" else 8
         # Queries, keys and values by row, the output of attention, and the input of the layer behind it.
         attention = 2 * spread * (self.queries + self.keys) + self.queries
         # The gate, its activation, the other factor, and their product.

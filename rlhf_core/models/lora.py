@@ -3,10 +3,13 @@ adapters can be on one body, of which one or none is active."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -16,7 +19,7 @@ from rlhf_core.models.quantised import is_quantised, merge_into_full
 from rlhf_core.models.sharding import is_divided
 
 if TYPE_CHECKING:  # importing peft takes seconds
-    from peft.tuners.lora import LoraLayer, LoraModel
+    from peft.tuners.lora import Linear, LoraLayer, LoraModel
 
 NAME = "default"
 """peft's name of a model's first adapter."""
@@ -31,7 +34,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int, name: st
     for a model that has adapters of this name already, or is divided: FSDP would not add up their gradients.
     """
     from peft import LoraConfig
-    from peft.tuners.lora import LoraModel
+    from peft.tuners.lora import Linear, LoraModel
 
     if any(name in layer.lora_A for layer in _layers(model)):
         raise ValueError("the model has LoRA adapters already; merge them first")
@@ -54,12 +57,29 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings, seed: int, name: st
     model.train(model.training)
     for parameter in _adapter_parameters(model, name):
         parameter.data = parameter.data.float()  # peft takes the type of the frozen weights
+    for layer in _layers(model):
+        if type(layer) is Linear:  # layers in 4 bits keep peft's
+            layer.forward = MethodType(_forward, layer)  # bound, so that a copy of the model computes with its own
     _initialise(model, seed, name)
     for parameter in others:
         parameter.requires_grad_(flags[parameter])
     if (head := getattr(model, "score", None)) is not None:
         head.requires_grad_(True)
     return Adapter(tuner, flags, name)
+
+
+def _forward(layer: "Linear", x: Float[Tensor, "*shape d_in"]) -> Float[Tensor, "*shape d_out"]:
+    """x·Wᵀ + (alpha / rank)·x·Aᵀ·Bᵀ as peft computes it, in half as many passes over memory: x is not cast to float32
+    and back under autocast, and the adapter's product is added where it is made."""
+    result: Tensor = layer.base_layer(x)
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+            dtype = result.dtype if torch.is_autocast_enabled(x.device.type) else a.dtype
+            small = linear(x.to(dtype), a).flatten(0, -2)
+            total = torch.addmm(result.to(dtype).flatten(0, -2), small, b.t(), alpha=layer.scaling[name])
+            result = total.view(result.shape).to(result.dtype)
+    return result
 
 
 class Adapter:

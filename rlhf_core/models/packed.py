@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -21,9 +21,8 @@ ATTENTION = "leash_packed"
 """The name of `attention` among the attention functions of transformers."""
 LONGEST_TO_SHORTEST = 1.5
 """Sequences that attend in one call differ at most by this factor in length."""
-LONGEST_IN_FLOAT32 = 128
-"""Sequences up to this length attend in float32 under autocast on a CPU: the backward pass of torch's attention in
-bfloat16 takes two to five times as long there (equal at 256 tokens)."""
+LONGEST_AS_PRODUCTS = 384
+"""Up to this length, in tokens, `_Attention` has the faster backward pass under autocast on a CPU."""
 EXACT, ROUNDED = 1e-4, 0.1
 """Largest relative difference between packed and plain hidden states in float32, and with fewer bits: bfloat16 rounds
 by 0.4%, more after many layers; attention to other tokens changes them by more than half."""
@@ -117,13 +116,47 @@ def attention(
             embedding(nodes, rows).view(*nodes.shape, x.shape[1], -1).transpose(1, 2)
             for rows, x in zip(flat, (query, key, value), strict=True)
         ]
-        if rounds and nodes.shape[1] <= LONGEST_IN_FLOAT32:
-            with torch.autocast("cpu", enabled=False):
-                output = sdpa_attention_forward(module, *(part.float() for part in parts), None, **options)[0]
+        if rounds and nodes.shape[1] <= LONGEST_AS_PRODUCTS:
+            rounded = (part.bfloat16() for part in parts)
+            output = _Attention.apply(*rounded, options.get("scaling")).transpose(1, 2)  # type: ignore[no-untyped-call]
         else:
             output = sdpa_attention_forward(module, *parts, None, **options)[0]
         outputs.append(output.flatten(2).flatten(0, 1))
     return embedding(packed.slots, torch.cat(outputs)).view(1, query.shape[2], query.shape[1], -1), None
+
+
+class _Attention(torch.autograd.Function):
+    """Causal attention of torch with another backward pass: that of the three plain steps, products, softmax,
+    products. On a CPU torch's own takes two to six times as long in bfloat16 for sequences of up to 200 tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        """Of [sequences, heads, tokens, size], keys and values with as many heads or a divisor of it."""
+        ctx.save_for_backward(query, key, value)
+        ctx.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=ctx.scaling, enable_gqa=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = (tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            output = _causal(query, key, value, ctx.scaling)
+        return *torch.autograd.grad(output, (query, key, value), gradient), None
+
+
+def _causal(
+    query: Float[Tensor, "sequences heads tokens size"],
+    key: Float[Tensor, "sequences groups tokens size"],
+    value: Float[Tensor, "sequences groups tokens size"],
+    scaling: float,
+) -> Float[Tensor, "sequences heads tokens size"]:
+    """Causal attention, the heads of a group as one product."""
+    tokens, share = query.shape[2], query.shape[1] // key.shape[1]
+    q = query.reshape(-1, share * tokens, query.shape[-1])
+    k, v = key.flatten(0, 1), value.flatten(0, 1)
+    later = q.new_full((tokens, tokens), -torch.inf).triu(1).repeat(share, 1)
+    weights = torch.baddbmm(later, q, k.transpose(1, 2), alpha=scaling).softmax(-1)
+    return torch.bmm(weights, v).view(*query.shape[:-1], value.shape[-1])
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -176,8 +176,8 @@ def test_activations_that_a_layer_keeps(
     kind: type[PreTrainedConfig], lora: LoraSettings | None, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six answers of three prompts, of a model with two layers and one with four: what two layers keep. Attention as
-    for long sequences, in the precision of the run."""
-    monkeypatch.setattr(packed, "LONGEST_IN_FLOAT32", 0)
+    for long sequences."""
+    monkeypatch.setattr(packed, "LONGEST_AS_PRODUCTS", 0)
     prompts = [[i, *range(10, 19)] for i in (1, 1, 2, 2, 3, 3)]
     batch = pad_batch(prompts, [[20 + i, *range(30, 49)] for i in range(6)], 0)
     sums = []

@@ -15,7 +15,7 @@ from rlhf_core.config.lora import LoraSettings
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import TokenBatch, pad_batch, response_logits, sequence_scores, state_values
 from rlhf_core.models.hf import load_scalar_model, save_checkpoint, scalar_head
-from rlhf_core.models.lora import Adapter, add_lora
+from rlhf_core.models.lora import Adapter, _layers, add_lora
 from rlhf_core.models.sampling import Sampled, sample
 
 Build = Callable[..., PreTrainedModel]
@@ -342,3 +342,25 @@ def test_rule_07_dropout_is_refused_with_the_reason(key: str) -> None:
 def test_settings_out_of_range_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(ValueError):
         LoraSettings(**values)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_adapted_layers_compute_what_peft_computes(kind: str, build_lm: Build) -> None:
+    """In float32; under autocast they are as near to that as peft's."""
+
+    def passed(rounds: bool) -> torch.Tensor:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=rounds):
+            logits = response_logits(model, batch())
+        logits.float().sin().sum().backward()
+        return torch.cat([logits.detach().flatten(), *(p.grad.flatten() for p in adapter.parameters())])
+
+    model = build_lm(kind)
+    adapter = stir(add_lora(model, SETTINGS, 0))
+    exact, rounded = passed(False), passed(True)
+    for layer in _layers(model):
+        del layer.forward
+    expected, other = passed(False), passed(True)
+    assert torch.allclose(exact, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(rounded, other)
+    assert (rounded - expected).norm() <= 1.5 * (other - expected).norm()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from rlhf_core.models import packed
@@ -113,19 +114,27 @@ def test_the_copy_of_a_head_with_a_gradient_is_kept_while_none_is_recorded(build
     assert float32_weight(head).requires_grad
 
 
-@torch.no_grad()
-def test_short_sequences_attend_in_float32_under_autocast(kind: str, build_lm: Build) -> None:
-    """Packed hidden states under autocast are those of float32 up to the rounding of the products."""
+def test_attention_of_short_sequences_has_another_backward_pass_under_autocast(kind: str, build_lm: Build) -> None:
+    """Packed hidden states are to the bit those of torch's attention; gradients are those of float32 up to the rounding
+    of the products."""
     model = build_lm(kind)
     assert can_pack(model)
-    exact = predict(model, BATCH).hidden
-    with autocast("bfloat16", model.device), pytest.MonkeyPatch.context() as patch:
-        short = predict(model, BATCH).hidden
-        patch.setattr(packed, "LONGEST_IN_FLOAT32", 0)
-        long = predict(model, BATCH).hidden
-    assert not torch.equal(short, long)
-    for found in (short, long):
-        assert (found - exact).norm() <= 0.02 * exact.norm()
+
+    def passed() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        hidden = predict(model, BATCH).hidden
+        hidden.float().sin().sum().backward()
+        return hidden.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    exact, expected = passed()
+    with pytest.MonkeyPatch.context() as patch, autocast("bfloat16", model.device):
+        short, found = passed()
+        patch.setattr(packed, "LONGEST_AS_PRODUCTS", 0)
+        long, other = passed()
+    assert torch.equal(short, long)
+    assert not torch.equal(found, other)
+    assert (short - exact).norm() <= 0.02 * exact.norm()
+    assert (found - expected).norm() <= 1.2 * (other - expected).norm() <= 0.1 * expected.norm()
 
 
 def test_bfloat16_models_pack(build_lm: Build) -> None:
