@@ -53,6 +53,15 @@ def test_the_demo_of_the_example_is_that_of_params() -> None:
     assert (ROOT / "examples/demo.yaml").read_bytes() == (ROOT / "params.yaml").read_bytes()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.expected.yaml")), ids=lambda path: path.stem)
+def test_every_file_is_of_its_example_and_of_figures_that_runs_have(path: Path) -> None:
+    content = read_written(path)
+    assert content.pop("params") == f"examples/{path.name.removesuffix('.expected.yaml')}.yaml"
+    assert content
+    assert all(set(figures) <= set(expected.FIGURES[stage]) for stage, figures in content.items())
+    assert all(figure["tolerance"] > 0 for figures in content.values() for figure in figures.values())
+
+
 def test_the_committed_demo_passes(demo: Path) -> None:
     another = DEMO.read_text(encoding="utf-8").replace("examples/demo.yaml", "examples/quick.yaml")
     for name in ("a", "z"):  # files of other parameters, before and after it
