@@ -47,6 +47,7 @@ def test_a_reward_model_is_an_adapter_only_on_weights_like_those_below_which_it_
     model = models.frozen(folder)
     assert shares_body(model) == (reward == ppo)
     with autocast("bfloat16", torch.device("cpu")), torch.no_grad():
-        torch.testing.assert_close(sequence_scores(model, BATCH), expected, rtol=0.02, atol=0.02)
+        # bfloat16 rounds by up to 0.07, more or less with the CPU; this adapter on other weights is 0.6 away
+        torch.testing.assert_close(sequence_scores(model, BATCH), expected, rtol=0, atol=0.1)
     lora = LoraSettings(rank=4, alpha=8.0, quantize=ppo)
     assert isinstance(models.critic_from_reward(folder, lora), Adapter) == (reward == ppo)
