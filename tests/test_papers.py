@@ -30,6 +30,14 @@ def point(family: str, place: Any, kl: float, gold: float, **setting: Any) -> di
     return {**setting, "accuracy": 0.8, "family": family, "point": place, "kl": kl, "gold": gold, "reward": 0.0}
 
 
+def test_the_page_has_a_place_for_each_table_and_those_of_the_studies_that_were_run() -> None:
+    maker = script("make_papers")
+    text = maker.PAGE.read_text(encoding="utf-8")
+    for mark in maker.TABLES:
+        assert text.count(f"<!-- table {mark} -->") == text.count(f"<!-- end {mark} -->") == 1
+    assert maker.page(text) == text, "python docs/make_papers.py"
+
+
 def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None:
     """α = 1 + 0.3·log₁₀(millions of weights) + 0.2·log₁₀(pairs / 1000), β = 0.3, for both forms and every seed."""
     rows = []

@@ -50,7 +50,16 @@ def home(toy: Callable[..., Path]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("paper", "trials"), [("gao", 48), ("gao-leash", 12), ("ensembles", 35), ("xu", 24), ("ahmadian", 5)]
+    ("paper", "trials"),
+    {
+        "gao": 48,
+        "gao-leash": 12,
+        "ensembles": 35,
+        "xu": 24,
+        "xu-tuning": 3,
+        "ahmadian": 5,
+        "ahmadian-tuning": 3,
+    }.items(),
 )
 def test_every_trial_of_the_papers_has_valid_parameters(home: Path, paper: str, trials: int) -> None:
     """`prepare` refuses a trial that `check` would refuse."""
