@@ -122,7 +122,8 @@ def build(case: Case) -> PPOTrainer:
     reward = random_model(
         case.reward or case.model, AutoModelForSequenceClassification, device, 4, precision, vocab_size=vocabulary
     )
-    scorer = RewardModelScorer(place(reward), int(tokenizer.pad_token_id), config.micro_batch_size)
+    pad_id, eos_id = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)
+    scorer = RewardModelScorer(place(reward), pad_id, eos_id, config.micro_batch_size)
     prompts = random_prompts(work, vocabulary)
     trainer = PPOTrainer(
         config,

@@ -87,7 +87,8 @@ def ppo_trainer(
     rows = [row["prompt"] for row in read_rows(prompts)]
     frozen = "bfloat16" if precision == "bfloat16" and config.lora is not None else "float32"
     scorer = place(load_scalar_model(models / REWARD, frozen=precision))
-    rewards = RewardModelScorer(scorer, int(tokenizer.pad_token_id), config.micro_batch_size)
+    pad_id, eos_id = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)
+    rewards = RewardModelScorer(scorer, pad_id, eos_id, config.micro_batch_size)
     reference = None if config.lora is not None else place(load_causal_lm(models / SFT))
     normalisation = ScoreNormalisation(0.0, 1.0)
     if config.score.normalise and reference is not None:

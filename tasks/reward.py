@@ -32,7 +32,7 @@ from tasks.stage.trust import trusts
 from tasks.stage.workers import is_worker
 from tasks.summary import BASELINES, not_better_than
 from tasks.training.gold_judge import judge_of
-from tasks.training.pairs import PREFERENCES, comparisons
+from tasks.training.pairs import PREFERENCES, Reading, comparisons
 from tasks.training.ratings import RATINGS, rated_comparisons
 from tasks.training.reward_figures import baseline_figures, figures_of, gold_margins
 from tasks.training.trainer_setup import log_table, place_of, training_run
@@ -59,13 +59,13 @@ class Fitted:
 
 def execute(stage: Stage[RewardConfig]) -> None:
     """Make models/reward, metrics/reward.json and the tables of plots."""
-    bases, tokenizer, as_text = bases_of(stage)
+    bases, tokenizer, reading = bases_of(stage)
     limit = stage.params.max_tokens
     for base in bases:
         with loading(base):
             limit = min(limit, context_of(load_config(base, trust_remote_code=trusts(stage))))
     rated = bool(stage.read(RATINGS))
-    read = rated_comparisons if rated else partial(comparisons, as_text=as_text)
+    read = rated_comparisons if rated else partial(comparisons, reading=reading)
     training, too_long = read(stage, tokenizer, "train", limit)
     heldout, also_too_long = read(stage, tokenizer, "validation", limit)
     own, judging = split_prompts(training, stage.params.judge_share, stage.seed)
@@ -81,7 +81,7 @@ def execute(stage: Stage[RewardConfig]) -> None:
     scores, seen, of_members = combine(stage, members)
     annotator = judge_of(stage)
     labelled = [row for row in stage.read(PREFERENCES) if row["split"] == "validation"] if annotator else []
-    gold = gold_margins(labelled, tokenizer, heldout, annotator, as_text) if annotator else None
+    gold = gold_margins(labelled, tokenizer, heldout, annotator, reading, limit) if annotator else None
     metrics, tables = figures_of(scores, [len(c.pairs) for c in heldout], gold, stage.seed)
     metrics |= baseline_figures(tokenizer, own, heldout, scores, stage.seed)
     metrics.update(train_accuracy=seen.right.mean().item(), train_loss=seen.loss, **of_members)
@@ -115,19 +115,21 @@ def log_verdict(stage: Stage[RewardConfig], metrics: Mapping[str, Any]) -> None:
                  if (value := metrics[f"{n}_rating_spearman"]) is not None]  # fmt: skip
         stage.log(f"rank correlation with held-out ratings: {', '.join(known)}")
     if (other := not_better_than(metrics)) is not None:
+        learned = metrics["train_accuracy"] > metrics["heldout_accuracy_high"]
         stage.warn(
-            f"the reward model is not shown to be better than {other}: what PPO makes of its score means "
-            "little; add pairs, or train longer or on a larger model"
+            f"the reward model is not shown to be better than {other}: what PPO makes of its score means little; "
+            f"of its training pairs it ranks {metrics['train_accuracy']:.1%} correctly: "
+            + ("add pairs" if learned else "it has learned too little, raise reward.learning_rate or reward.epochs")
         )
 
 
-def bases_of(stage: Stage[RewardConfig]) -> tuple[list[Path], PreTrainedTokenizerBase, bool]:
-    """The folder of the model that each member is trained on, their tokenizer, and whether that is another one than the
-    policy's, so that they read sampled answers as text. Raises UserError for a `reward.base` that is not what `ingest`
-    has noted, or has no scalar model, and for several with different tokenizers."""
+def bases_of(stage: Stage[RewardConfig]) -> tuple[list[Path], PreTrainedTokenizerBase, Reading]:
+    """The folder of the model that each member is trained on, their tokenizer, and how they read sampled answers: as
+    text, where that tokenizer is another one than the policy's. Raises UserError for a `reward.base` that is not what
+    `ingest` has noted, or has no scalar model, and for several with different tokenizers."""
     tokenizer, names = load_tokenizer(stage.root / SFT, trust_remote_code=trusts(stage)), stage.params.bases
     if not names:
-        return [stage.root / SFT] * stage.params.members, tokenizer, False
+        return [stage.root / SFT] * stage.params.members, tokenizer, "complete"
     pad, raw, noted = str(tokenizer.pad_token), stage.root / "data" / "raw", stage.read_json(REWARD_BASE)
     found: dict[str, tuple[Path, PreTrainedTokenizerBase]] = {}
     for name in dict.fromkeys(names):
@@ -146,7 +148,8 @@ def bases_of(stage: Stage[RewardConfig]) -> tuple[list[Path], PreTrainedTokenize
                 "template or eos token): the members read the same tokens; list models with the same tokenizer"
             )
     completed = found[names[0]][1]
-    return [found[name][0] for name in names], completed, not same_tokens(completed, tokenizer)
+    reading: Reading = "complete" if same_tokens(completed, tokenizer) else "text"
+    return [found[name][0] for name in names], completed, reading
 
 
 def draw_pairs(training: Sequence[Comparison], count: int, seed: int) -> list[Comparison]:

@@ -464,6 +464,12 @@ def closed(response: Sequence[int], others: Mapping[int, int]) -> list[int]:
     return [*response[:-1], *(others.get(token, token) for token in response[-1:])]
 
 
+def complete_answer(ids: list[int], eos_id: int, room: int) -> list[int]:
+    """An answer's token ids with the eos token that it lacks, where it was cut off; the last token gives way to it
+    where the answer would have more than `room` tokens."""
+    return ids if ids[-1:] == [eos_id] else [*ids[: room - 1], eos_id]
+
+
 def eos_ids(settings: GenerationConfig | PreTrainedConfig | None) -> list[int]:
     """The eos tokens of a model's config or generation_config."""
     named = getattr(settings, "eos_token_id", None)

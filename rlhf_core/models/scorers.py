@@ -15,6 +15,7 @@ from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import (
     Reads,
     closed,
+    complete_answer,
     encode_answered,
     encode_prompt,
     encode_response,
@@ -33,32 +34,35 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class RewardModelScorer:
-    """The run's reward model. One that shares the policy's tokenizer reads the sampled ids without decoding them,
-    closed as the answers that it was trained on; one on another base reads the texts with its own tokenizer."""
+    """The run's reward model. It reads each answer with its end, also one that was cut off: its scalar means something
+    where it was trained. One that shares the policy's tokenizer reads the sampled ids without decoding them; one on
+    another base reads the texts with its own tokenizer."""
 
     model: PreTrainedModel
     pad_id: int
-    """Of the tokens that it reads."""
+    eos_id: int
+    """Both of the tokens that it reads."""
     batch_size: int
     ends: Mapping[int, int] = field(default_factory=dict)
     """See `other_ends`, of the policy's tokenizer."""
     name: str = REWARD_MODEL_NAME
     own: PreTrainedTokenizerBase | None = None
     """Its tokenizer, where that is not the policy's."""
-    eos_id: int | None = None
-    """The policy's eos, with which an answer has ended; needed with `own`."""
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scored:
         """The scalar at each answer's last real token. Raises UserError for an answer that, in tokens of its own, is
         longer than its context."""
         prompts, responses = answers.prompt_ids, [closed(ids, self.ends) for ids in answers.response_ids]
+        context = context_length(self.model)
         if self.own is not None:
-            ended = [ids[-1:] == [self.eos_id] for ids in responses]
             prompts = [encode_prompt(self.own, prompt) for prompt in answers.prompts]
-            responses = [encode_response(self.own, *one) for one in zip(answers.texts, ended, strict=True)]
+            responses = [encode_response(self.own, text) for text in answers.texts]
             for prompt, response in zip(prompts, responses, strict=True):
-                require_fit(self.name, len(prompt) + len(response), context_length(self.model))
+                require_fit(self.name, len(prompt) + len(response), context)
+        else:
+            both = zip(prompts, responses, strict=True)
+            responses = [complete_answer(ids, self.eos_id, context - len(prompt)) for prompt, ids in both]
 
         def score(batch: TokenBatch) -> list[float]:
             return sequence_scores(self.model, batch).tolist()

@@ -1,10 +1,10 @@
 """The pairs of data/preferences/preferences.jsonl as token ids, for reward model and DPO."""
 
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import encode_response
+from rlhf_core.data.tokenizer import complete_answer, encode_response
 from rlhf_core.errors import UserError
 from rlhf_core.reward import Comparison
 from tasks.datasets.jsonl import Row
@@ -13,19 +13,21 @@ from tasks.stage.stage import Stage
 
 PREFERENCES = "data/preferences/preferences.jsonl"
 SIDES = ("chosen", "rejected")
+Reading = Literal["sampled", "complete", "text"]
+"""How a model reads sampled answers: DPO as they were sampled; a reward model each with its end, as PPO's scorer reads
+them: their tokens, or their text, with another tokenizer than the policy's."""
 
 
 def comparisons(
-    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, split: str, limit: int, as_text: bool = False
+    stage: Stage[Any], tokenizer: PreTrainedTokenizerBase, split: str, limit: int, reading: Reading = "sampled"
 ) -> tuple[list[Comparison], int]:
-    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit.
-    `as_text`: sampled answers, too, are read as text, by another tokenizer than the policy's."""
+    """The pairs of a split, all of a prompt together, each distinct response once; and how many pairs did not fit."""
     Sides = tuple[list[int], list[int], list[int]]
     prompt_ids = prompts_once(tokenizer)
 
     def encode(row: Row) -> tuple[Sides, int]:
         prompt = prompt_ids(row)
-        chosen, rejected = (response_tokens(tokenizer, row, side, as_text) for side in SIDES)
+        chosen, rejected = (response_tokens(tokenizer, row, side, reading, limit - len(prompt)) for side in SIDES)
         return (prompt, chosen, rejected), len(prompt) + max(len(chosen), len(rejected))
 
     rows = [row for row in stage.read(PREFERENCES) if row["split"] == split]
@@ -44,8 +46,10 @@ def comparisons(
     return list(grouped.values()), too_long
 
 
-def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str, as_text: bool = False) -> list[int]:
-    """The tokens of a pair's side: as they were sampled and `closed`, as PPO's scorer reads them, or of its text
-    where the data contain the pair, and with `as_text`."""
-    sampled: list[int] | None = None if as_text else row[f"{side}_ids"]
-    return encode_response(tokenizer, row[side], row[f"{side}_ended"]) if sampled is None else sampled
+def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str, reading: Reading, room: int) -> list[int]:
+    """The tokens of a pair's side: sampled and `closed` ones, or those of its text where the data contain the pair.
+    `room`: for an answer to the prompt, in tokens; only the end that a reward model reads gives way to it."""
+    sampled: list[int] | None = row[f"{side}_ids"]
+    if reading == "text" or sampled is None:
+        return encode_response(tokenizer, row[side], row[f"{side}_ended"] or reading != "sampled")
+    return sampled if reading == "sampled" else complete_answer(sampled, tokenizer.eos_token_id, room)

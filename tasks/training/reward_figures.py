@@ -17,7 +17,7 @@ from rlhf_core.evaluation.calibration import accuracy_by_margin, calibration, sc
 from rlhf_core.evaluation.intervals import bounds, clustered_interval, percentile_interval, resampled
 from rlhf_core.reward import Comparison, PairScores
 from tasks.datasets.jsonl import Row
-from tasks.training.pairs import SIDES, response_tokens
+from tasks.training.pairs import SIDES, Reading, response_tokens
 
 RESAMPLES = 2000
 Table = list[dict[str, float]]
@@ -130,15 +130,18 @@ def gold_margins(
     tokenizer: PreTrainedTokenizerBase,
     pairs: Sequence[Comparison],
     judge: Scorer,
-    as_text: bool = False,
+    reading: Reading,
+    limit: int,
 ) -> Float[ndarray, "pairs"]:
     """The judge's score of the chosen minus that of the rejected response, in the order of `score_pairs`. `rows` are
-    the rows of preferences.jsonl that the pairs were made from, with `as_text` as `comparisons` made them."""
+    the rows of preferences.jsonl that the pairs were made from, with `reading` and `limit` as `comparisons` made
+    them."""
     texts: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[Conversation, str]] = {}
     for row in rows:
         prompt = tuple(encode_prompt(tokenizer, row["prompt"]))
         for side in SIDES:
-            texts[prompt, tuple(response_tokens(tokenizer, row, side, as_text))] = row["prompt"], row[side]
+            tokens = response_tokens(tokenizer, row, side, reading, limit - len(prompt))
+            texts[prompt, tuple(tokens)] = row["prompt"], row[side]
     sides = [
         [texts[tuple(c.prompt), tuple(c.responses[pair[side]])] for c in pairs for pair in c.pairs] for side in (0, 1)
     ]

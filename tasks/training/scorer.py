@@ -123,11 +123,11 @@ def _reward_model(
     tokenizer than the policy's reads the texts."""
     theirs, sft = load_tokenizer(folder, trust_remote_code=models.trusted), root / SFT
     own = None if same_tokens(theirs, tokenizer) else theirs
-    pad_id, eos_id = int(theirs.pad_token_id), int(tokenizer.eos_token_id)
+    pad_id, eos_id = int(theirs.pad_token_id), int(theirs.eos_token_id)
     settings = GenerationConfig.from_pretrained(str(sft)) if (sft / GENERATION_CONFIG_NAME).is_file() else None
     ends = other_ends(tokenizer, end_ids(tokenizer, settings))
     members = [
-        RewardModelScorer(models.frozen(path), pad_id, batch_size, ends, name, own, eos_id)
+        RewardModelScorer(models.frozen(path), pad_id, eos_id, batch_size, ends, name, own)
         for path in member_folders(folder)
     ]
     ensemble = Ensemble.read(folder)

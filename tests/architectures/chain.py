@@ -146,6 +146,10 @@ class Chain:
     def pad_id(self) -> int:
         return int(self.tokenizer.pad_token_id)
 
+    @property
+    def eos_id(self) -> int:
+        return int(self.tokenizer.eos_token_id)
+
     @cached_property
     def texts(self) -> list[Texts]:
         """Prompts of the demo world with four answers each; with a system message where the template requires one."""
@@ -269,7 +273,9 @@ class Chain:
             map_scalar(critic, 0.5, 0.1)
         reference = place(load_causal_lm(self.folder / "sft")) if config.lora is None else None
         models = ActorCritic(config, load_causal_lm(self.folder / "sft"), reference, critic, SEED)
-        source = RewardSource(RewardModelScorer(scorer, self.pad_id, 8), ScoreNormalisation(0.0, 1.0), RubricJudge())
+        source = RewardSource(
+            RewardModelScorer(scorer, self.pad_id, self.eos_id, 8), ScoreNormalisation(0.0, 1.0), RubricJudge()
+        )
         prompts = [prompt for prompt, _ in self.texts]
         return PPOTrainer(config, models, self.tokenizer, source, prompts, SEED)
 
@@ -333,7 +339,7 @@ class Chain:
         """Policy and SFT model answer the same prompts; scores, KL and wins are finite."""
         policy, sft = (place(load_causal_lm(self.folder / name)) for name in ("policy", "sft"))
         conversations = [prompt for prompt, _ in self.texts]
-        scorer = RewardModelScorer(place(load_scalar_model(self.folder / "reward")), self.pad_id, 8)
+        scorer = RewardModelScorer(place(load_scalar_model(self.folder / "reward")), self.pad_id, self.eos_id, 8)
         gold, answered = [], {}
         for name, model in (("sft", sft), ("policy", policy)):
             answered[name] = self.draw(model, self.prompts)

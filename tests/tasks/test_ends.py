@@ -169,6 +169,6 @@ def test_rule_02_an_answer_scores_the_same_whichever_eos_closes_it(end: int, wor
     sampled = [*text[:-1], end]
     answers = Answers([[]] * 3, [""] * 3, [[3, 9, 4]] * 3, [text, sampled, [20, end, 21]])
     found = scorer(answers).total
-    plain = RewardModelScorer(load_scalar_model(workshop / "models/reward"), 0, 4)(answers).total
+    plain = RewardModelScorer(load_scalar_model(workshop / "models/reward"), 0, EOS, 4)(answers).total
     assert (found[0] == pytest.approx(found[1], abs=1e-6)) == (end == ROLE)
     assert (found[0], found[2]) == pytest.approx((plain[0], plain[2]), abs=1e-6)

@@ -70,11 +70,22 @@ def test_failure_05_pairs_are_trained_on_or_measured_on_and_never_both(
     assert prompts == {"train": {1, 2, 4, 5, 7, 8}, "validation": {0, 3, 6}}
 
 
-def test_a_sampled_answer_keeps_its_tokens(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparisons, "encode_response", lambda tokenizer, text, ended: [300, 0])
-    tokenizer: Any = SimpleNamespace()
-    assert comparisons.response_tokens(tokenizer, row, "chosen") == [97, 98, 0]
-    assert comparisons.response_tokens(tokenizer, row, "rejected") == [300, 0]
+@pytest.mark.parametrize(
+    ("reading", "chosen", "rejected"),
+    [("sampled", [97, 98], [300]), ("complete", [97, 98, 0], [300, 0]), ("text", [300, 0], [300, 0])],
+)
+def test_a_reward_model_reads_each_answer_with_its_end(
+    row: dict[str, Any], monkeypatch: pytest.MonkeyPatch, reading: comparisons.Reading, chosen: Any, rejected: Any
+) -> None:
+    """Both were cut off; sampled tokens stay what they were. DPO learns from answers as they are."""
+    monkeypatch.setattr(comparisons, "encode_response", lambda tokenizer, text, ended: [300, 0] if ended else [300])
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
+    cut = row | {"chosen_ids": [97, 98], "chosen_ended": False, "rejected_ended": False}
+    assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=9) == chosen
+    assert comparisons.response_tokens(tokenizer, cut, "rejected", reading, room=9) == rejected
+    if reading == "complete":
+        assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=2) == [97, 0]
+        assert comparisons.response_tokens(tokenizer, row, "chosen", reading, room=2) == [97, 98, 0], "as it was"
 
 
 def test_lora_leaves_a_plain_merged_folder(
@@ -129,6 +140,21 @@ def train(workshop: Path, make_stage: Callable[..., Any], pairs: list[dict[str, 
     return call
 
 
+def test_a_weak_reward_model_needs_more_training_or_more_pairs(make_stage: Callable[..., Any]) -> None:
+    """The first has learned its training pairs no better than others; the second has learned them by heart."""
+    figures = {
+        f"{name}{end}": value
+        for name in ("heldout_accuracy", "length_accuracy", "words_accuracy")
+        for end, value in (("", 0.55), ("_low", 0.45), ("_high", 0.65))
+    }
+    for learned, advice in ((0.62, "raise reward.learning_rate or reward.epochs"), (0.9, "correctly: add pairs")):
+        stage = make_stage("reward", CONFIG, OUTS, {})
+        reward.log_verdict(stage, {**figures, "heldout_pairs": 48, "train_accuracy": learned})
+        (warning,) = stage.warnings
+        assert warning.startswith("the reward model is not shown to be better than chance")
+        assert warning.endswith(advice)
+
+
 def written(root: Path) -> dict[str, bytes]:
     """Every file of the stage's outs."""
     files = [file for out in OUTS for file in (root / out, *(root / out).rglob("*")) if file.is_file()]
@@ -172,16 +198,14 @@ def test_a_reward_model_on_another_base_reads_the_texts_with_its_own_tokenizer(
     assert not list(folder.rglob("lora.*"))
 
     row = pairs[0]
-    ids = [row["chosen_ids"], row["chosen_ids"][:-1]]  # one that ended, and one that was cut off
+    ids = [row["chosen_ids"], row["chosen_ids"][:-1]]  # one that ended, and one that was cut off: both are read whole
     answers = Answers([row["prompt"]] * 2, ["eat oats"] * 2, [[3, 4]] * 2, ids)
     models = ScalarModels(device=torch.device("cpu"))
     judge = judging_scorer_of(workshop, policy, 4, models)
     assert judge is not None
-    prompt, ends = encode_prompt(own, row["prompt"]), (True, False)
-    batch = pad_batch([prompt] * 2, [encode_response(own, "eat oats", end) for end in ends], 0)
+    batch = pad_batch([encode_prompt(own, row["prompt"])], [encode_response(own, "eat oats")], 0)
     expected = sequence_scores(load_scalar_model(folder / "judge"), batch).tolist()
-    assert judge(answers).total == pytest.approx(expected, abs=1e-5)
-    assert expected[0] != pytest.approx(expected[1], abs=1e-3)
+    assert judge(answers).total == pytest.approx(expected * 2, abs=1e-5)
     with pytest.raises(UserError, match="its context holds 512"):
         require_room(judge, [row["prompt"]], 510)
 

@@ -184,19 +184,16 @@ def score_tasks(
     tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code)
     device = default_device()
     model = load_scalar_model(folder, trust_remote_code=trust_remote_code, frozen=precision, device=device)
-    scorer = RewardModelScorer(place(model, device), int(tokenizer.pad_token_id), BATCH)
-    answers = {
-        (canonical(task.prompt), text): (task.prompt, ended)
-        for task in tasks
-        for text, ended in zip(task.answers, task.ended, strict=True)
-    }
+    pad_id, eos_id = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)
+    scorer = RewardModelScorer(place(model, device), pad_id, eos_id, BATCH)
+    answers = {(canonical(task.prompt), text): task.prompt for task in tasks for text in task.answers}
     progress = Progress(f"[{folder}]", len(answers), "answer", seconds=10.0)
     found: dict[tuple[bytes, str], float] = {}
     for start in range(0, len(answers), BATCH):
         keys = list(answers)[start : start + BATCH]
-        prompts, texts = [answers[key][0] for key in keys], [text for _, text in keys]
+        prompts, texts = [answers[key] for key in keys], [text for _, text in keys]
         prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        response_ids = [encode_response(tokenizer, key[1], answers[key][1]) for key in keys]
+        response_ids = [encode_response(tokenizer, text) for text in texts]
         longest = max(len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids, strict=True))
         if longest > context_length(model):
             raise UserError(

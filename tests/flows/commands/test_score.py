@@ -86,11 +86,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def expected(folder: Path, prompt: Any, response: str, ended: bool = True) -> float:
+def expected(folder: Path, prompt: Any, response: str) -> float:
     """The logit of prompt and response, alone and unpadded."""
     model, tokenizer = load_scalar_model(folder), load_tokenizer(folder)
     turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    ids = encode_prompt(tokenizer, turns) + encode_response(tokenizer, response, ended)
+    ids = encode_prompt(tokenizer, turns) + encode_response(tokenizer, response)
     with torch.no_grad():
         return float(model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits)
 
@@ -134,7 +134,7 @@ def test_a_model_from_elsewhere_scores_a_file_without_a_model_of_the_run(project
     refused(score("long.jsonl"), "long.jsonl, row 2: mood: a prompt with its answer has", "its context holds 512")
 
 
-def test_conversations_completions_and_answers_that_were_cut_off(project: Path, score: Score) -> None:
+def test_conversations_completions_and_cut_answers_are_read_with_their_end(project: Path, score: Score) -> None:
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
     asked = [*turns, {"role": "user", "content": "what shall i eat?"}]
     same = [
@@ -148,9 +148,7 @@ def test_conversations_completions_and_answers_that_were_cut_off(project: Path, 
         write(project / f"{number}.jsonl", [row])
         assert score(f"{number}.jsonl").exit_code == 0
         found.append(read(project / f"{number}.scored.jsonl")[0]["score"])
-    whole, cut = (expected(project / "models/reward", asked, "an egg", ended) for ended in (True, False))
-    assert whole != pytest.approx(cut)
-    assert found == pytest.approx([whole, whole, whole, cut])
+    assert found == pytest.approx([expected(project / "models/reward", asked, "an egg")] * 4)
 
 
 def test_white_space_around_an_answer_changes_no_score(project: Path, score: Score) -> None:

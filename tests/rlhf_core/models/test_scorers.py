@@ -13,9 +13,10 @@ from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.scorers import RewardModelScorer
 
 Build = Callable[..., PreTrainedModel]
-PAD = 0
+PAD, END = 0, 1
 PROMPTS = [[3, 9, 4], [3, 8, 7, 6, 4], [3, 4], [3, 5, 6, 4]]
-RESPONSES = [[20, 21, 22, 23, 1], [30, PAD], [40, 41, 42], [50]]
+RESPONSES = [[20, 21, 22, 23, END], [30, PAD], [40, 41, 42], [50]]
+COMPLETE = [[20, 21, 22, 23, END], [30, PAD, END], [40, 41, 42, END], [50, END]]
 
 
 def answers(texts: str = "text") -> Answers:
@@ -25,20 +26,33 @@ def answers(texts: str = "text") -> Answers:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 10])
 def test_scores_come_back_in_order_whatever_the_batch(kind: str, build_scalar: Build, batch_size: int) -> None:
     model = build_scalar(kind)
-    scorer: Scorer = RewardModelScorer(model, PAD, batch_size)
-    alone = [sequence_scores(model, pad_batch([p], [r], PAD)).item() for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    scorer: Scorer = RewardModelScorer(model, PAD, END, batch_size)
+    alone = [sequence_scores(model, pad_batch([p], [r], PAD)).item() for p, r in zip(PROMPTS, COMPLETE, strict=True)]
     assert scorer(answers()).total == pytest.approx(alone, abs=1e-5)
     assert len({round(score, 3) for score in alone}) == len(alone)
 
 
 def test_rule_02_nothing_is_tokenised_again(build_scalar: Build) -> None:
-    scorer = RewardModelScorer(build_scalar(), PAD, 2)
+    scorer = RewardModelScorer(build_scalar(), PAD, END, 2)
     assert scorer(answers("one")) == scorer(answers("another"))
+
+
+def test_an_answer_that_was_cut_off_is_read_with_its_end(kind: str, build_scalar: Build) -> None:
+    """A reward model means something where it was trained: at the end. Where the context is full, the last token gives
+    way to it; answers that ended are read as they are."""
+    model, prompt, cut = build_scalar(kind), [3, 4], [40, 41, 42]
+    scorer, answered = RewardModelScorer(model, PAD, END, 4), [[*cut, END], [*cut[:2], END]]
+    ended, shorter = sequence_scores(model, pad_batch([prompt] * 2, answered, PAD)).tolist()
+    found = scorer(Answers([[]] * 2, [""] * 2, [prompt] * 2, [cut, answered[0]])).total
+    assert found == pytest.approx([ended, ended], abs=1e-6)
+    model.config.get_text_config().max_position_embeddings = 5
+    found = scorer(Answers([[]] * 2, [""] * 2, [prompt] * 2, [cut, answered[0][-3:]])).total
+    assert found[0] == pytest.approx(shorter, abs=1e-6) != pytest.approx(ended, abs=1e-3)
 
 
 def test_scoring_keeps_no_gradient(build_scalar: Build) -> None:
     model = build_scalar()
-    RewardModelScorer(model, PAD, 2)(answers())
+    RewardModelScorer(model, PAD, END, 2)(answers())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -92,7 +92,7 @@ def scores(root: Path, rows: Rows) -> list[float]:
     """Of each row's answer, alone in its batch."""
     tokenizer = load_tokenizer(root / "models/sft")
     prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
-    scorer = RewardModelScorer(load_scalar_model(root / "models/reward"), 0, 1)
+    scorer = RewardModelScorer(load_scalar_model(root / "models/reward"), 0, 1, 1)
     return scorer(Answers([], [], prompts, [row["response_ids"] for row in rows])).total
 
 

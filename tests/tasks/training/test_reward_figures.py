@@ -89,7 +89,7 @@ def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.Monkey
     pairs = [Comparison([10], [[3], [1], [2]], [(0, 1), (2, 0)]), Comparison([1], [[5], [9]], [(0, 1)])]
     batch, chosen, _ = pair_batch(pairs, pad_id=0)
     assert batch.input_ids[chosen, -1].tolist() == [3, 2, 5]
-    assert gold_margins(rows, tokenizer, pairs, NumberJudge()).tolist() == [20.0, -10.0, -4.0]
+    assert gold_margins(rows, tokenizer, pairs, NumberJudge(), "sampled", 64).tolist() == [20.0, -10.0, -4.0]
 
 
 class Letters:

@@ -21,6 +21,8 @@ from tests.tasks.conftest import TINY
 
 PROMPTS = [[3, 9, 4], [3, 8, 7, 6, 4], [3, 4], [3, 5, 6, 4]]
 RESPONSES = [[20, 21, 22, 23, 1], [30, 1], [40, 41, 42], [50, 1]]
+COMPLETE = [[20, 21, 22, 23, 1], [30, 1], [40, 41, 42, 1], [50, 1]]
+"""The third was cut off."""
 ANSWERS = Answers([[] for _ in PROMPTS], [""] * 4, PROMPTS, RESPONSES)
 
 
@@ -43,7 +45,7 @@ def reward_model(root: Path) -> Scorer:
 
 
 def own_scores(folder: Path) -> list[float]:
-    found: list[float] = sequence_scores(load_scalar_model(folder), pad_batch(PROMPTS, RESPONSES, 0)).tolist()
+    found: list[float] = sequence_scores(load_scalar_model(folder), pad_batch(PROMPTS, COMPLETE, 0)).tolist()
     return found
 
 
@@ -70,7 +72,7 @@ def critic_values(root: Path, normalisation: ScoreNormalisation, score: dict[str
     config = PPOConfig(**TINY.tiny_ppo_values(score=score))
     critic = starting_critic(root, config, normalisation, 1, ScalarModels())
     assert critic is not None
-    found: list[float] = sequence_scores(critic, pad_batch(PROMPTS, RESPONSES, 0)).tolist()
+    found: list[float] = sequence_scores(critic, pad_batch(PROMPTS, COMPLETE, 0)).tolist()
     return found
 
 

@@ -64,8 +64,8 @@ def test_scores_are_those_of_the_model_on_prompt_and_answer(
     assert [len(one) for one in scores] == [2, 2, 3]
     assert scores[0][0] == scores[1][0], "the same answer to the same prompt"
     for task, found in zip(TASKS, scores, strict=True):
-        for text, ended, score in zip(task.answers, task.ended, found, strict=True):
-            ids = encode_prompt(tokenizer, task.prompt) + encode_response(tokenizer, text, ended)
+        for text, score in zip(task.answers, found, strict=True):
+            ids = encode_prompt(tokenizer, task.prompt) + encode_response(tokenizer, text)
             with torch.no_grad():
                 expected = model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits
             assert score == pytest.approx(expected.item(), abs=1e-4)
