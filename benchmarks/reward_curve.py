@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ def main() -> None:
     stage: Any = SimpleNamespace(
         name="reward", read=rows.get, common=SimpleNamespace(long_rows="drop"), log=print, warn=print
     )
-    read = rated_comparisons if rows[RATINGS] else comparisons
+    read = rated_comparisons if rows[RATINGS] else partial(comparisons, reading="complete")
     training, heldout = (read(stage, tokenizer, split, limit)[0] for split in ("train", "validation"))
     print("| training pairs | reward model | longer answer | bag of words |\n|---|---|---|---|", flush=True)
     for most in options.pairs:
