@@ -119,13 +119,14 @@ def import_(
     root = find_root()
     from flows.commands.imports.importer import import_data
     from flows.commands.imports.rewriting import Rewriting, renamed
-    from flows.commands.imports.trial import write_trial
+    from flows.commands.imports.trial import small_values, write_trial
     from flows.params_file import require_room
 
     if quick:
         require_room(root, "--try")
     rewriting = Rewriting(renamed(names or []), frozenset(_names(*ignore or ())), think, parse_template)
-    target, examples = import_data(source, root, force, rewriting=rewriting if rewriting != Rewriting() else None)
+    changes = rewriting if rewriting != Rewriting() else None
+    target, examples = import_data(source, root, force, rewriting=changes, check=small_values if quick else None)
     if quick:
         write_trial(root, [target.name], examples)
 

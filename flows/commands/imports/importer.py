@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
@@ -45,11 +46,17 @@ SPLIT = SplitParams(demonstrations=0.5, preferences=0.3, ppo=0.2, heldout=0.1, v
 
 
 def import_data(
-    source: Path, root: Path, force: bool = False, log: Log = print, rewriting: Rewriting | None = None
+    source: Path,
+    root: Path,
+    force: bool = False,
+    log: Log = print,
+    rewriting: Rewriting | None = None,
+    check: Callable[[list[Example]], object] | None = None,
 ) -> tuple[Path, list[Example]]:
     """Copy a data file, or a folder of them, to `root`/data/raw/<name> and run `dvc add`. Returns the new path and the
     clean examples. `force` replaces other data of the same name; `rewriting` changes every row on the way, the copies
-    are then JSONL files; `log` prints what was found, and the parameters to set.
+    are then JSONL files; `log` prints what was found, and the parameters to set; `check` can raise UserError for the
+    clean examples, before anything is copied.
 
     Every row is read before anything is copied, and the copy is complete or absent. Raises UserError for a missing
     source, rows that cannot be read (file and row), data of which no row is left, other data of the same name without
@@ -69,6 +76,8 @@ def import_data(
             name = RAW / source.name
             raise UserError(f"{source}: cannot become {name}; put the data into a folder with a name of its own first")
         examples, found = describe(data, source, root, log)
+        if check is not None:
+            check(examples)
         files = _files_to_copy(data)
         if data == target or _equal(files, data, target):
             dvc_add(target, root)

@@ -8,6 +8,7 @@ import pytest
 
 from flows.commands.imports import importer
 from flows.commands.imports.importer import import_data
+from flows.commands.imports.trial import small_values
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import write_jsonl
 
@@ -65,6 +66,12 @@ def test_a_file_alone(source, root, added):
     assert tree(root) == ["data/raw/train.jsonl"]
     import_data(source / "train.jsonl", root)
     assert added == ["train.jsonl", "train.jsonl"]
+
+
+def test_data_that_a_quick_try_cannot_use_are_not_copied(source, root, added):
+    with pytest.raises(UserError, match="the data have no pairs"):
+        import_data(source, root, check=small_values)
+    assert (added, tree(root)) == ([], [])
 
 
 def test_read_only_sources_give_writable_copies(source, root, added):
