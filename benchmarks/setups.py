@@ -102,7 +102,7 @@ def ppo_trainer(
 
 
 def comparisons(models: Path, pairs: Path, prompts: int) -> list[Comparison]:
-    """All pairs of the first training prompts, as the stage `reward` reads them: each distinct answer once."""
+    """All pairs of the first training prompts, as they were sampled: each distinct answer once."""
     tokenizer, found = load_tokenizer(models / SFT), {}
     for row in pair_rows(pairs, prompts):
         one = found.setdefault(row["prompt_id"], Comparison(encode_prompt(tokenizer, row["prompt"]), [], []))

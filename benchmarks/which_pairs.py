@@ -159,7 +159,7 @@ def comparisons(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row]) -> list
     for row in (row for row in rows if not row["tie"]):
         new = Comparison(encode_prompt(tokenizer, row["prompt"]), [], [])
         comparison = found.setdefault(canonical(row["prompt"]), new)
-        sides = [encode_response(tokenizer, row[side], row[f"{side}_ended"]) for side in ("chosen", "rejected")]
+        sides = [encode_response(tokenizer, row[side]) for side in ("chosen", "rejected")]
         comparison.responses.extend(ids for ids in sides if ids not in comparison.responses)
         better, worse = map(comparison.responses.index, sides)
         comparison.pairs.append((better, worse))

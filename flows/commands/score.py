@@ -102,7 +102,7 @@ class Scorers:
         if self.tokenizer is None:
             return Answer(row, example, text, [], [])
         prompt_ids = encode_prompt(self.tokenizer, example.prompt)
-        response_ids = encode_response(self.tokenizer, text)
+        response_ids = encode_response(self.tokenizer, text, ended=False)  # the scorer adds the end
         if (tokens := len(prompt_ids) + len(response_ids)) > self.context:
             raise UserError(
                 f"prompt and response have {tokens} tokens, and the reward model's context holds {self.context}; "

@@ -465,9 +465,9 @@ def closed(response: Sequence[int], others: Mapping[int, int]) -> list[int]:
 
 
 def complete_answer(ids: list[int], eos_id: int, room: int) -> list[int]:
-    """An answer's token ids with the eos token that it lacks, where it was cut off; the last token gives way to it
-    where the answer would have more than `room` tokens."""
-    return ids if ids[-1:] == [eos_id] else [*ids[: room - 1], eos_id]
+    """An answer's token ids with the eos token that it lacks, where it was cut off. Of an answer that fills `room` the
+    last token gives way to it; a longer one stays too long."""
+    return ids if ids[-1:] == [eos_id] else [*(ids[:-1] if len(ids) == room else ids), eos_id]
 
 
 def eos_ids(settings: GenerationConfig | PreTrainedConfig | None) -> list[int]:

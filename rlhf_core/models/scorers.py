@@ -51,18 +51,15 @@ class RewardModelScorer:
 
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scored:
-        """The scalar at each answer's last real token. Raises UserError for an answer that, in tokens of its own, is
-        longer than its context."""
+        """The scalar at each answer's end. Raises UserError for an answer that is longer than its context."""
         prompts, responses = answers.prompt_ids, [closed(ids, self.ends) for ids in answers.response_ids]
-        context = context_length(self.model)
         if self.own is not None:
             prompts = [encode_prompt(self.own, prompt) for prompt in answers.prompts]
-            responses = [encode_response(self.own, text) for text in answers.texts]
-            for prompt, response in zip(prompts, responses, strict=True):
-                require_fit(self.name, len(prompt) + len(response), context)
-        else:
-            both = zip(prompts, responses, strict=True)
-            responses = [complete_answer(ids, self.eos_id, context - len(prompt)) for prompt, ids in both]
+            responses = [encode_response(self.own, text, ended=False) for text in answers.texts]
+        context = context_length(self.model)
+        responses = [complete_answer(r, self.eos_id, context - len(p)) for p, r in zip(prompts, responses, strict=True)]
+        for prompt, response in zip(prompts, responses, strict=True):
+            require_fit(self.name, len(prompt) + len(response), context)
 
         def score(batch: TokenBatch) -> list[float]:
             return sequence_scores(self.model, batch).tolist()

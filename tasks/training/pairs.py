@@ -48,7 +48,7 @@ def comparisons(
 
 def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str, reading: Reading, room: int) -> list[int]:
     """The tokens of a pair's side: sampled and `closed` ones, or those of its text where the data contain the pair.
-    `room`: for an answer to the prompt, in tokens; only the end that a reward model reads gives way to it."""
+    `room`: for an answer to the prompt, in tokens; see `complete_answer`."""
     sampled: list[int] | None = row[f"{side}_ids"]
     if reading == "text" or sampled is None:
         return encode_response(tokenizer, row[side], row[f"{side}_ended"] or reading != "sampled")

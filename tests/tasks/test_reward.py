@@ -85,6 +85,7 @@ def test_a_reward_model_reads_each_answer_with_its_end(
     assert comparisons.response_tokens(tokenizer, cut, "rejected", reading, room=9) == rejected
     if reading == "complete":
         assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=2) == [97, 0]
+        assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=1) == [97, 98, 0], "too long"
         assert comparisons.response_tokens(tokenizer, row, "chosen", reading, room=2) == [97, 98, 0], "as it was"
 
 

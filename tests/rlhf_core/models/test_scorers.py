@@ -8,6 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from rlhf_core.data.scorer import Answers, Observed, Scored, Scorer, WeightedSum
+from rlhf_core.errors import UserError
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.batch import pad_batch, sequence_scores
 from rlhf_core.models.scorers import RewardModelScorer
@@ -46,8 +47,10 @@ def test_an_answer_that_was_cut_off_is_read_with_its_end(kind: str, build_scalar
     found = scorer(Answers([[]] * 2, [""] * 2, [prompt] * 2, [cut, answered[0]])).total
     assert found == pytest.approx([ended, ended], abs=1e-6)
     model.config.get_text_config().max_position_embeddings = 5
-    found = scorer(Answers([[]] * 2, [""] * 2, [prompt] * 2, [cut, answered[0][-3:]])).total
+    found = scorer(Answers([[]], [""], [prompt], [cut])).total
     assert found[0] == pytest.approx(shorter, abs=1e-6) != pytest.approx(ended, abs=1e-3)
+    with pytest.raises(UserError, match="a prompt with its answer has 7 of its tokens, and its context holds 5"):
+        scorer(Answers([[]], [""], [prompt], [[*cut, 43]]))
 
 
 def test_scoring_keeps_no_gradient(build_scalar: Build) -> None:
