@@ -182,12 +182,11 @@ def agreement(examples: Sequence[Example]) -> list[str]:
 
 
 def _tokens(example: Example, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[list[int]]]:
-    """Token ids of the prompt, and of each answer with its end where it ended."""
+    """Token ids of the prompt, and of each answer with its end."""
     from rlhf_core.data.tokenizer import encode_prompt, encode_response  # imports transformers
 
-    ended = example.ended or (True, True)
     try:
-        answers = [encode_response(tokenizer, text, end) for text, end in zip(example.answers, ended, strict=False)]
+        answers = [encode_response(tokenizer, text) for text in example.answers]
         return encode_prompt(tokenizer, example.prompt), answers
     except UserError as error:
         raise UserError(f"{place_of(example)}: {error}") from None

@@ -66,12 +66,13 @@ def test_the_longest_answer_in_tokens_is_of_the_rows_that_are_encoded(tokenizer,
     assert note.endswith("of 2 rows at most")
 
 
-def test_rows_as_the_model_reads_them(tokenizer):
+def test_rows_as_the_reward_model_reads_them(tokenizer):
+    """Also an answer that was cut off has its end."""
     assert as_read(pair("eat\noats", " rest", "t", ended=(True, False)), tokenizer) == [
         "a.jsonl row 1, a pair, as the model reads it:",
         "  prompt    '<|user|>eat\\noats<|end|><|assistant|>'",
         "  chosen    'rest<|end|>'",
-        "  rejected  't'",
+        "  rejected  't<|end|>'",
     ]
 
 
