@@ -156,6 +156,21 @@ def test_a_weak_reward_model_needs_more_training_or_more_pairs(make_stage: Calla
         assert warning.endswith(advice)
 
 
+def test_answers_that_were_cut_off_train_as_those_that_ended(
+    train: Train, workshop: Path, pairs: list[dict[str, Any]]
+) -> None:
+    """The same models, figures and tables."""
+    train("whole", judge_share=0.3)
+    expected = written(workshop)
+    cut = [dict(row) for row in pairs]
+    for row in cut:
+        for side in comparisons.SIDES:
+            row[f"{side}_ended"] = False
+            row[f"{side}_ids"] = row[f"{side}_ids"] and row[f"{side}_ids"][:-1]  # null where the data have the text
+    train("cut", rows=cut, judge_share=0.3)
+    assert written(workshop) == expected
+
+
 def written(root: Path) -> dict[str, bytes]:
     """Every file of the stage's outs."""
     files = [file for out in OUTS for file in (root / out, *(root / out).rglob("*")) if file.is_file()]

@@ -193,7 +193,7 @@ def score_tasks(
         keys = list(answers)[start : start + BATCH]
         prompts, texts = [answers[key] for key in keys], [text for _, text in keys]
         prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        response_ids = [encode_response(tokenizer, text, ended=False) for text in texts]
+        response_ids = [encode_response(tokenizer, text, ended=False) for text in texts]  # the scorer adds the end
         longest = max(len(prompt) + len(response) for prompt, response in zip(prompt_ids, response_ids, strict=True))
         if longest > context_length(model):
             raise UserError(

@@ -120,7 +120,7 @@ def compare_models(call: Call) -> tuple[dict[str, Any], str]:
             else:
                 read = [encode_response(counted.tokenizer, *one) for one in zip(texts, ended, strict=True)]
                 lengths = [len(one) for one in (responses or read)]
-            scores = judge.scores(rows, texts, ended)
+            scores = judge.scores(rows, texts)
             scored = ScoredAnswers(responses, ended, texts, scores or [], scores, lengths, divergence)
             answered[source] = Results.of([scored])
             first = answered[call.sources[0]]

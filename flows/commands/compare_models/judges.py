@@ -18,8 +18,7 @@ from rlhf_core.evaluation.pair_judges import CachedPairJudge, PairJudge
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.inspect.dialogue import ChatModel, load_chat_model
 from rlhf_core.loading import load_config, loading
-from rlhf_core.models.hf import context_of
-from rlhf_core.models.scorers import TextScorer, require_fit
+from rlhf_core.models.scorers import TextScorer
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.judge import LANGUAGE_MODELS, JudgeParams
 from tasks.params.loader import parse, read_yaml
@@ -41,8 +40,6 @@ class Judge:
     pairs: PairJudge | None = None
     tokenizer: Any = None
     """Of the reward model of a run, which reads token ids; None for one that reads texts."""
-    context: int = 0
-    """Of that reward model, tokens."""
 
     @property
     def name(self) -> str:
@@ -51,7 +48,7 @@ class Judge:
         assert one is not None
         return one.name
 
-    def scores(self, rows: list[dict[str, Any]], texts: list[str], ended: list[bool]) -> list[float] | None:
+    def scores(self, rows: list[dict[str, Any]], texts: list[str]) -> list[float] | None:
         """A score for each answer to the prompts of `rows`; None for a judge of pairs. Raises UserError where an answer
         cannot be scored."""
         if self.scorer is None:
@@ -60,9 +57,7 @@ class Judge:
         if self.tokenizer is None:
             return self.scorer(Answers(prompts, texts, rows=extras)).total
         ids = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        responses = [encode_response(self.tokenizer, *one) for one in zip(texts, ended, strict=True)]
-        for prompt, response in zip(ids, responses, strict=True):
-            require_fit(self.name, len(prompt) + len(response), self.context)
+        responses = [encode_response(self.tokenizer, text, ended=False) for text in texts]  # the scorer adds the end
         return self.scorer(Answers(prompts, texts, ids, responses, extras)).total
 
 
@@ -147,7 +142,7 @@ def _of_folder(
     if place.parts[-2:] == Path(REWARD).parts and (place.parents[1] / "dvc.yaml").is_file():
         tokenizer = load_tokenizer(place, trust_remote_code=trusted)
         own = build_scorer(place.parents[1], default_terms(), FunctionParams(), tokenizer, batch_size, models)
-        return Judge(own, tokenizer=tokenizer, context=context_of(config))
+        return Judge(own, tokenizer=tokenizer)
     labels = [str(config.id2label[i]) for i in range(config.num_labels)]
     if len(labels) > 1:
         raise UserError(
