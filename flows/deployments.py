@@ -24,7 +24,7 @@ from rlhf_core.errors import UserError
 from tasks.naming import project_name
 from tasks.stage.dvc_adapter import stored_files
 from tasks.tracking.registry import CHAMPION, Registry
-from tasks.tracking.settings import STUDY_VARIABLE
+from tasks.tracking.settings import STUDY_VARIABLE, name_of_study
 
 HOME_VARIABLE = "LEASH_HOME"
 """Environment variable of a worker or a schedule: its clone of the repository."""
@@ -140,7 +140,9 @@ def trial(
             except UserError:
                 workspace.git(home, "fetch", "--quiet", ORIGIN)
                 workspace.resolve(home, commit)
-            variables, trailers = ({STUDY_VARIABLE: study}, {isolated.STUDY: study}) if study else ({}, {})
+            variables, trailers = (
+                ({STUDY_VARIABLE: study}, {isolated.STUDY: name_of_study(study)}) if study else ({}, {})
+            )
             with _opened(Workspace(home, name, commit, tuple(overrides)), pull=True) as space:
                 run_isolated(space, [*(options or []), "--pull", "--push"], variables, trailers)
         isolated.send(home, ORIGIN, commit, name)  # an earlier run of it may have ended before it could

@@ -167,12 +167,15 @@ def pipeline(
         finally:
             restore_order(home, graph.stages, before)
         if missing := finish(home):
-            get_run_logger().warning(missing)
+            say(missing)
         if any(outcome.error for outcome in outcomes.values()):
             raise PipelineFailed(list(outcomes.values()))
         if unsent:
             raise unsent
-    artifacts.publish(home)
+    try:
+        artifacts.publish(home)
+    except Exception as error:  # all results are recorded; tables on a page are worth less
+        get_run_logger().warning(f"Prefect took no tables of this run: {error}")
     return outcomes
 
 

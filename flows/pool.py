@@ -20,6 +20,7 @@ from flows.deployments import ORIGIN, trial
 from flows.environment import QUIET
 from rlhf_core.errors import UserError
 from tasks.naming import project_name
+from tasks.tracking.settings import name_of_study
 
 POLL_SECONDS = 2.0
 ATTEMPTS = 3
@@ -44,13 +45,14 @@ class Pool:
     ) -> None:  # fmt: skip
         """Submit the trial and wait until its experiment is here. Raises TrialFailed, UserError and processes.Stopped;
         then the flow run is cancelled."""
+        name = name_of_study(study)
         parameters = {"name": trial_name, "commit": commit, "overrides": list(overrides), "study": study,
                       "options": list(options)}  # fmt: skip
         lost = 0
         for attempt in count():
             submitted = run_deployment(  # or find what an earlier process has submitted with this key
                 self.deployment, parameters=parameters, timeout=0, flow_run_name=trial_name, as_subflow=False,
-                idempotency_key=f"{study}/{trial_name}/{commit}/{attempt}", tags=[f"study {study}"],
+                idempotency_key=f"{name}/{trial_name}/{commit}/{attempt}", tags=[f"study {name}"],
             )  # fmt: skip
             run = cast("FlowRun", submitted)
             state = run.state or Pending()

@@ -13,16 +13,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
 from flows import processes
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
+from rlhf_core.locks import held
 from tasks.tracking.settings import without_credentials
 
 RECORD = Path("work") / "prefect-server.json"
 """The process and the address of the server of `leash up`."""
+STARTING = Path("work") / "prefect-up.lock"
+"""Held by `leash up` while it starts the server."""
 PASSWORD = Path("work") / "prefect-auth"
 """The user name and password of the server of `leash up`, as Prefect's settings take them; only the user reads it."""
 START_SECONDS = 90.0
@@ -79,18 +83,24 @@ def up(root: Path, port: int) -> str:
 
     Raises UserError when the port is in use or the server does not start.
     """
-    if record := _record(root):
-        return record["url"]
-    log = root / "work" / "prefect-server.log"
-    process, url = _start(port, log, _password(root))
-    try:
-        _wait_for(process, url, log)
-        entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
-        (root / RECORD).write_text(json.dumps(entry) + "\n", encoding="utf-8")
-    except BaseException:
-        processes.stop(process.pid, process, processes.SERVER_SIGNALS)
-        raise
-    return url
+    with held(root / STARTING, START_SECONDS, "starts the Prefect server"):
+        if record := _record(root):
+            if answers(record["url"]):
+                return record["url"]
+            down(root)  # it hangs
+            end = time.monotonic() + 5.0
+            while not is_free(port) and time.monotonic() < end:  # its threads end after it
+                time.sleep(0.1)
+        log = root / "work" / "prefect-server.log"
+        process, url = _start(port, log, _password(root))
+        try:
+            _wait_for(process, url, log)
+            entry = {"pid": process.pid, "started": psutil.Process(process.pid).create_time(), "url": url}
+            (root / RECORD).write_text(json.dumps(entry) + "\n", encoding="utf-8")
+        except BaseException:
+            processes.stop(process.pid, process, processes.SERVER_SIGNALS)
+            raise
+        return url
 
 
 def down(root: Path) -> bool:
@@ -163,7 +173,7 @@ def _start(port: int, log: Path, password: str, *options: str) -> "tuple[subproc
 
 def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while not answers(url):
+    while not (answers(url) and _listens(process.pid, url)):  # another program may be quicker to take the port
         if process.poll() is not None:
             lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
@@ -171,6 +181,18 @@ def _wait_for(process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
         if time.monotonic() > deadline:
             raise UserError(f"the Prefect server did not answer at {url} within {START_SECONDS:.0f} s (log: {log})")
         time.sleep(0.1)
+
+
+def _listens(pid: int, url: str) -> bool:
+    """Whether the process, or one that it has started, listens at the port of `url`; True where that cannot be read."""
+    try:
+        main = psutil.Process(pid)
+        found = [one for each in (main, *main.children(recursive=True)) for one in each.net_connections("tcp")]
+    except psutil.NoSuchProcess:
+        return False
+    except psutil.AccessDenied:
+        return True
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == urlsplit(url).port for one in found)
 
 
 def _password(root: Path) -> str:

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from flows.stages import Environment
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
 from rlhf_core.locks import held, holder, is_held
+from tasks.tracking.settings import without_credentials
 
 RUNS = Path("work") / "runs"
 TREE = "tree"
@@ -37,8 +37,9 @@ _OF_A_REPOSITORY = (
     "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_QUARANTINE_PATH",
 )  # fmt: skip
 """Variables that tie git to the repository of a hook; those with credentials and settings stay."""
-_GIT = threading.Lock()
-"""`git worktree add` fails where another one runs at the same moment."""
+WORKTREES = Path("work") / "worktrees.lock"
+"""Held by `git worktree`, which fails where another one runs at the same moment."""
+WORKTREE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def opened(workspace: Workspace, pull: bool = False, raw_data: bool = True) -> I
         known = {key: value for key, value in _read_note(workspace.folder).items() if key != "kept"}
         if known != workspace.note:
             _remove_tree(workspace)
-            with _GIT:
+            with held(home / WORKTREES, WORKTREE_SECONDS, "makes or removes a worktree"):
                 git(home, "worktree", "add", "--quiet", "--detach", "--force", str(root), workspace.commit)
             configure_workspace(home, root, workspace.folder / "site", None)
             apply_overrides(root, workspace.overrides)
@@ -102,10 +103,14 @@ def _bring_raw_data(workspace: Workspace, pull: bool) -> None:
     sources = git(workspace.root, "ls-files", "*.dvc").split()
     command = [sys.executable, "-m", "dvc", "pull" if pull else "checkout", "--quiet", *sources]
     env = process_environment(workspace.root)
-    if sources and subprocess.run(command, cwd=workspace.root, env=env, capture_output=True, check=False).returncode:
+    if not sources:
+        return
+    done = subprocess.run(command, cwd=workspace.root, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = without_credentials("".join(done.stderr.strip().splitlines()[-1:]))
         raise UserError(
             f"{', '.join(sources)}: DVC's cache does not hold these data as commit {workspace.commit[:8]} has them; "
-            "`dvc pull` or `leash import` brings them"
+            f"`dvc pull` or `leash import` brings them (DVC: {said})"
         )
 
 
@@ -144,7 +149,7 @@ def _remove_tree(workspace: Workspace) -> None:
 def forget(home: Path, tree: Path) -> None:
     """Remove git's entry of a worktree whose folder is gone. (`git worktree prune` removes also those on disks that are
     not mounted.)"""
-    with _GIT, suppress(UserError):  # no repository, or no entry
+    with suppress(UserError), held(home / WORKTREES, WORKTREE_SECONDS, "makes or removes a worktree"):
         git(home, "worktree", "remove", "--force", "--force", str(tree))
 
 

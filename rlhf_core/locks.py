@@ -55,9 +55,10 @@ class FileLock:
         except LockError:
             os.close(fd)
             raise
-        os.truncate(fd, 0)
-        os.write(fd, str(os.getpid()).encode())
         self._fd = fd
+        with suppress(OSError):  # a full disk: the lock holds without the number, which is for messages
+            os.truncate(fd, 0)
+            os.write(fd, str(os.getpid()).encode())
         return True
 
     def _open_shared(self) -> int:

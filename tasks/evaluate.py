@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
+from rlhf_core.data.tokenizer import closed, load_tokenizer, stop_ids
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.best_of_n import best_of_n_weights
 from rlhf_core.models.scorers import REWARD_MODEL_NAME
@@ -173,10 +173,12 @@ def best_of_n(stage: Stage[EvaluateParams], evaluator: Evaluator) -> dict[str, R
         raise UserError(f"{BEST_OF_N}: no answers to {len(missing)} of the prompts; run the stage best_of_n again")
     columns, places = [], range(len(evaluator.rows))
     for rows in zip(*(samples[row["prompt_id"]] for row in evaluator.rows), strict=True):  # one sample for each prompt
-        texts, ids = [row["response"] for row in rows], [row["response_ids"] for row in rows]
+        texts, ended = [row["response"] for row in rows], [row["ended"] for row in rows]
+        responses = [row["response_ids"] for row in rows]
+        ids = closed(responses, ended, int(evaluator.reference.tokenizer.eos_token_id))
         column = ScoredAnswers(
-            responses=ids,
-            ended=[row["ended"] for row in rows],
+            responses=responses,
+            ended=ended,
             texts=texts,
             rewards=[row["reward"] for row in rows],
             gold=evaluator.totals(evaluator.judge, places, texts, ids),

@@ -39,6 +39,7 @@ def _in_params(root: Path) -> str:
 
 
 def _of_origin(root: Path) -> str:
-    command = ["git", "config", "--get", "remote.origin.url"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    return re.split(r"[/:\\]", done.stdout.strip().rstrip("/"))[-1].removesuffix(".git")
+    command, origin = ["git", "config", "--get", "remote.origin.url"], ""
+    with suppress(FileNotFoundError):  # no git on this machine
+        origin = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+    return re.split(r"[/:\\]", origin.rstrip("/"))[-1].removesuffix(".git")

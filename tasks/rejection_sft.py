@@ -3,7 +3,7 @@ sampling; Touvron et al. 2023, section 3.2.3)."""
 
 from collections.abc import Sequence
 
-from rlhf_core.data.tokenizer import load_tokenizer, stop_ids
+from rlhf_core.data.tokenizer import closed, load_tokenizer, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.models.hf import context_length, default_device, load_causal_lm, save_checkpoint, trainable, write_ends
@@ -23,6 +23,8 @@ SAMPLES = "data/rejection_sft/samples.jsonl"
 PLOT = "plots/rejection_sft.csv"
 LOGGED = {"loss": "train_loss", "validation_loss": "validation_loss"}
 SHORT_OF_MEMORY = "rejection_sft.training.micro_batch_size or rejection_sft.training.max_tokens"
+SALT = 2**33
+"""First number of every key, see `best_of_n.SALT`: the reward model learns from other answers to the same prompts."""
 
 
 def execute(stage: Stage[RejectionParams]) -> None:
@@ -42,11 +44,13 @@ def execute(stage: Stage[RejectionParams]) -> None:
     )
     splits = assign_splits(len(kept), params.validation, stage.seed)
     candidates = draw_candidates(
-        stage, model, tokenizer, kept, params.samples_per_prompt, params, lambda prompt, k: (stage.seed, prompt, k)
+        *(stage, model, tokenizer, kept, params.samples_per_prompt, params),
+        lambda prompt, k: (SALT, stage.seed, prompt, k),
     )
     best = [best_of(group) for group in candidates]
+    answers = closed((b.response for b in best), (b.ended for b in best), int(tokenizer.eos_token_id))
     parts = {
-        split: [Demonstration(ids, b.response) for (_, ids), b, s in zip(kept, best, splits, strict=True) if s == split]
+        split: [Demonstration(ids, a) for (_, ids), a, s in zip(kept, answers, splits, strict=True) if s == split]
         for split in ("train", "validation")
     }
 

@@ -18,6 +18,7 @@ class Answers:
     prompt_ids: Sequence[Sequence[int]] = ()
     """Empty where no scorer reads tokens; so are the ids of the responses."""
     response_ids: Sequence[Sequence[int]] = ()
+    """As `closed` gives them: each that has ended closes with the tokenizer's eos, and no other does."""
     rows: Sequence[Mapping[str, object]] | None = None
     """The rows of the data behind the prompts, for functions; None where no scorer needs them."""
 

@@ -452,16 +452,10 @@ def _is_written(settings: GenerationConfig | None, config: PreTrainedConfig | No
     return settings is not None and (not settings._from_model_config or eos_ids(settings) != eos_ids(config))
 
 
-def other_ends(tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> dict[int, int]:
-    """For each end but the tokenizer's eos that eos: what `closed` replaces."""
-    eos = int(tokenizer.eos_token_id)
-    return {end: eos for end in ends if end != eos}
-
-
-def closed(response: Sequence[int], others: Mapping[int, int]) -> list[int]:
-    """The token ids of a response, with the tokenizer's eos in place of another end that closes it, as
-    `encode_response` closes texts."""
-    return [*response[:-1], *(others.get(token, token) for token in response[-1:])]
+def closed(responses: Iterable[Sequence[int]], ended: Iterable[bool], eos_id: int) -> list[list[int]]:
+    """The token ids of sampled responses, with the tokenizer's eos in place of the stop token of each that has ended,
+    as `encode_response` closes texts: the stop token is no part of the answer."""
+    return [[*ids[:-1], eos_id] if end else list(ids) for ids, end in zip(responses, ended, strict=True)]
 
 
 def complete_answer(ids: list[int], eos_id: int, room: int) -> list[int]:

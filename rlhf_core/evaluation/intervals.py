@@ -71,12 +71,11 @@ def estimate_ratio(
     above, below = _one_a_prompt(numerators), _one_a_prompt(denominators)
     if len(above) != len(below) or below.sum() == 0.0:
         raise ValueError("a ratio needs as many denominators as numerators, and some that are not 0")
-    found = [above[p].sum(axis=1) / below[p].sum(axis=1) for p in resampled(len(above), resamples, seed)]
-    return Estimate(float(above.sum() / below.sum()), *percentile_interval(np.concatenate(found)), None)
+    return Estimate(float(above.sum() / below.sum()), *_ratio_interval(above, below, resamples, seed), None)
 
 
 def bootstrap_interval(
-    values: Sequence[float] | Float[ndarray, "prompts"], resamples: int, seed: int, level: float = 0.95
+    values: Sequence[float] | Float[ndarray, "prompts"], resamples: int, seed: int
 ) -> tuple[float, float]:
     """The percentile bootstrap interval of the mean of `values`, one value a prompt (Efron and Tibshirani
     1993, chapter 13).
@@ -85,8 +84,7 @@ def bootstrap_interval(
     or where one is not finite.
     """
     data = _one_a_prompt(values)
-    means = [data[places].mean(axis=1) for places in resampled(len(data), resamples, seed)]
-    return percentile_interval(np.concatenate(means), level)
+    return _ratio_interval(data, np.ones_like(data), resamples, seed)
 
 
 def clustered_interval(
@@ -94,7 +92,6 @@ def clustered_interval(
     prompts: Sequence[int] | Int[ndarray, "values"],
     resamples: int,
     seed: int,
-    level: float = 0.95,
 ) -> tuple[float, float]:
     """The interval of the mean of all `values`, where prompts have different numbers of them.
 
@@ -105,9 +102,7 @@ def clustered_interval(
     if len(data) != len(prompts):
         raise ValueError(f"{len(data)} values need as many prompts, not {len(prompts)}")
     owner = np.unique(np.asarray(prompts), return_inverse=True)[1]
-    sums, counts = np.bincount(owner, data), np.bincount(owner).astype(np.float64)
-    means = [sums[p].sum(axis=1) / counts[p].sum(axis=1) for p in resampled(len(sums), resamples, seed)]
-    return percentile_interval(np.concatenate(means), level)
+    return _ratio_interval(np.bincount(owner, data), np.bincount(owner).astype(np.float64), resamples, seed)
 
 
 def bounds(name: str, ends: Sequence[float] | None) -> dict[str, float | None]:
@@ -131,10 +126,18 @@ def resample_counts(places: Int[ndarray, "resamples prompts"]) -> Float[ndarray,
     return np.bincount(flat.reshape(-1), minlength=rows * prompts).reshape(rows, prompts).astype(np.float64)
 
 
-def percentile_interval(means: Float[ndarray, "resamples"], level: float = 0.95) -> tuple[float, float]:
-    """The central interval of the means of resamples."""
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+def percentile_interval(means: Float[ndarray, "resamples"]) -> tuple[float, float]:
+    """The central 95% of the means of resamples."""
+    low, high = np.quantile(means, [0.025, 0.975])
     return float(low), float(high)
+
+
+def _ratio_interval(
+    above: Float[ndarray, "prompts"], below: Float[ndarray, "prompts"], resamples: int, seed: int
+) -> tuple[float, float]:
+    """Of Σ above / Σ below, prompts resampled."""
+    found = [above[p].sum(axis=1) / below[p].sum(axis=1) for p in resampled(len(above), resamples, seed)]
+    return percentile_interval(np.concatenate(found))
 
 
 def _one_a_prompt(values: ArrayLike) -> Float[ndarray, "prompts"]:

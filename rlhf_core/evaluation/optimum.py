@@ -99,12 +99,12 @@ def share_of_optimum(gain: float, kl: float, kls: Sequence[float], gains: Sequen
 
     Both gains are relative to the SFT model, and (0, 0) is a point of the ceiling. The optimum's score is concave in
     its KL, so that the straight line between two of its points is not above it. None for a KL of 0 and beyond the last
-    point.
+    point. Points whose estimated KL is not above 0 are left out.
     """
-    line_kl, line = [0.0, *kls], [0.0, *gains]
-    if not 0 < kl <= line_kl[-1]:
+    line = [(0.0, 0.0), *(point for point in zip(kls, gains, strict=True) if point[0] > 0)]
+    if not 0 < kl <= line[-1][0]:
         return None
-    best = float(np.interp(kl, line_kl, line))
+    best = float(np.interp(kl, [point[0] for point in line], [point[1] for point in line]))
     return gain / best if best > 0 else None
 
 

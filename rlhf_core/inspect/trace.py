@@ -212,7 +212,7 @@ def trace_step(trainer: PPOTrainer, rows: Sequence[int]) -> list[Trace]:
     traces = []
     for row in rows:
         with torch.no_grad():
-            now = Pass.over([row], rollout, credit, models, config, trainer.pad_id)
+            now = Pass.over(rollout.batch([row], trainer.pad_id), [row], rollout, credit, models, config)
         [after] = _readings(now, config, beta, plan.trains_policy)
         tokens = _tokens(trainer, rollout, credit, row, before[row], passes[row], after)
         used, lost = scores.used[row].item(), 0.0 if rollout.ended[row] else config.score.missing_eos_penalty

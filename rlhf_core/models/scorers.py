@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from rlhf_core.data.chat import Conversation, as_text
 from rlhf_core.data.scorer import Answers, Scored
 from rlhf_core.data.tokenizer import (
     Reads,
-    closed,
     complete_answer,
     encode_answered,
     encode_prompt,
@@ -43,8 +42,6 @@ class RewardModelScorer:
     eos_id: int
     """Both of the tokens that it reads."""
     batch_size: int
-    ends: Mapping[int, int] = field(default_factory=dict)
-    """See `other_ends`, of the policy's tokenizer."""
     name: str = REWARD_MODEL_NAME
     own: PreTrainedTokenizerBase | None = None
     """Its tokenizer, where that is not the policy's."""
@@ -52,7 +49,7 @@ class RewardModelScorer:
     @torch.no_grad()
     def __call__(self, answers: Answers) -> Scored:
         """The scalar at each answer's end. Raises UserError for an answer that is longer than its context."""
-        prompts, responses = answers.prompt_ids, [closed(ids, self.ends) for ids in answers.response_ids]
+        prompts, responses = answers.prompt_ids, [list(ids) for ids in answers.response_ids]
         if self.own is not None:
             prompts = [encode_prompt(self.own, prompt) for prompt in answers.prompts]
             responses = [encode_response(self.own, text, ended=False) for text in answers.texts]

@@ -234,7 +234,8 @@ class ActorCritic:
         """Whether policy and reference have the same weights (in bfloat16 where the reference's are), as before the
         first step of a policy that starts as its reference."""
         if self.reference is None:
-            return all(not parameter.any() for name, parameter in self.policy.named_parameters() if "lora_B" in name)
+            adapter = self.adapters["policy"].state_dict()  # the body may carry others
+            return all(not numbers.any() for name, numbers in adapter.items() if "lora_B" in name)
         if "policy" in self.adapters or is_quantised(self.policy):
             return False
         own_weights, others = dict(self.policy.named_parameters()), dict(self.reference.named_parameters())

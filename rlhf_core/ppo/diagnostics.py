@@ -18,16 +18,14 @@ from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
 NGRAM = 3
 CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction", "grad_norm_critic")
 """Empty in a run without a critic."""
-
-
-def update_columns(config: PPOConfig) -> list[str]:
-    """The columns that are empty for a step that trained on no answer."""
-    means = ["policy_loss", "value_loss", "clip_fraction", "value_clip_fraction", "approx_kl"]
-    means += ["kl_loss"] if config.kl.penalty == "loss" else []
-    return [*means, "clip_fraction_last_epoch"]
+UPDATE_COLUMNS = (
+    *("policy_loss", "value_loss", "clip_fraction", "value_clip_fraction", "approx_kl", "clip_fraction_last_epoch"),
+)
+"""Empty for a step that trained on no answer; so is `kl_loss`."""
 
 
 def step_row(
+    config: PPOConfig,
     plan: StepPlan,
     rollout: Rollout,
     scores: Scores,
@@ -72,7 +70,13 @@ def step_row(
     parts: dict[str, float | None] = {f"reward/{name}": sum(part) / len(part) for name, part in scores.parts.items()}
     if JUDGE in scores.parts:
         parts["judge_correlation"] = correlation(scores.raw.tolist(), scores.parts[JUDGE])
-    return statistics.means() | row | parts | credit.equal_groups
+    row = {**statistics.means(), **row, **parts, **credit.equal_groups}
+    row |= {} if config.has_critic else dict.fromkeys(CRITIC_COLUMNS)
+    row |= {"ptx_loss": row.get("ptx_loss")} if config.ptx.coef else {}  # not measured in the warm-up
+    row |= {} if plan.trains_policy else {"grad_clipped_share": None}
+    if not statistics.tokens:  # every answer was left out
+        row |= dict.fromkeys([*UPDATE_COLUMNS, *(["kl_loss"] if config.kl.penalty == "loss" else [])])
+    return row
 
 
 def _per_sequence(rollout: Rollout, kind: str) -> float:

@@ -43,19 +43,19 @@ class Pass:
     @classmethod
     def over(
         cls,
+        batch: TokenBatch,
         rows: Sequence[int],
         rollout: Rollout,
         credit: Credit,
         models: ActorCritic,
         config: PPOConfig,
-        pad_id: int,
         trains_policy: bool = True,
         mean_length: float = 1.0,
         values: Float[Tensor, "rows time"] | None = None,
     ) -> "Pass":
-        """A forward pass over the given rows, with a graph of the policy only where it is trained. `mean_length`: of
-        the minibatch's answers, in tokens. `values`: those of the critic, where its pass is done already."""
-        batch = rollout.batch(rows, pad_id)
+        """A forward pass over `batch`, the given rows, with a graph of the policy only where it is trained.
+        `mean_length`: of the minibatch's answers, in tokens. `values`: those of the critic, where its pass is done
+        already."""
 
         def read(predictions: Predictions) -> tuple[Predictions, Tensor, Tensor | None, Tensor | None]:
             entropy, kl = None, None

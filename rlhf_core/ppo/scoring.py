@@ -13,7 +13,7 @@ from rlhf_core.config.ppo import PPOConfig, ScoreConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.scorer import Answers, Scored, Scorer, correlation, term_weights
-from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.data.tokenizer import closed, decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import NonFiniteError, UserError
 from rlhf_core.models.precision import autocast
@@ -57,6 +57,7 @@ class ReferenceScores:
     """Raw."""
     lengths: list[int]
     """Tokens."""
+    ended: list[bool]
     gold: list[float] | None
     """By the judge; None without one."""
 
@@ -102,7 +103,7 @@ def reference_scores(
         chosen = [order[number % len(prompts)] for number in numbers]
         asked, ids = [prompts[i] for i in chosen], [encode_prompt(tokenizer, prompts[i]) for i in chosen]
         with autocast(precision, reference.device):  # as the policy samples
-            responses = sample(
+            sampled = sample(
                 reference,
                 ids,
                 [(seed, REFERENCE, i, number // len(prompts)) for i, number in zip(chosen, numbers, strict=True)],
@@ -111,13 +112,14 @@ def reference_scores(
                 stop_ids=stops,
                 pad_id=int(tokenizer.pad_token_id),
                 batch_size=at_once,
-            ).responses
-        texts = [decode_response(tokenizer, response, stops) for response in responses]
+            )
+        texts = [decode_response(tokenizer, response, stops) for response in sampled.responses]
+        responses = closed(sampled.responses, sampled.ended, int(tokenizer.eos_token_id))
         answers = Answers(asked, texts, ids, responses, rows and [rows[i] for i in chosen])
         scores = scorer(answers).total
         require_numbers(scores)
         gold = judge(answers).total if judge else [0.0] * len(texts)
-        return [[score, len(ids), g] for score, ids, g in zip(scores, responses, gold, strict=True)]
+        return [list(row) for row in zip(scores, map(len, responses), map(float, sampled.ended), gold, strict=True)]
 
     numbers: Sequence[int] = range(REFERENCE_ANSWERS)
     mine = numbers if processes is None else processes.share(numbers)
@@ -125,8 +127,8 @@ def reference_scores(
     with whole([reference, *models_of(scorer)]):
         found = in_batches(batches, work) if in_batches else [row for batch in batches for row in work(batch)]
         found = found if processes is None else processes.gather(found)
-    scores, lengths, gold = map(list, zip(*found, strict=True))
-    return ReferenceScores(scores, [int(length) for length in lengths], gold if judge else None)
+    scores, lengths, ended, gold = map(list, zip(*found, strict=True))
+    return ReferenceScores(scores, list(map(int, lengths)), list(map(bool, ended)), gold if judge else None)
 
 
 @dataclass
@@ -145,10 +147,13 @@ class Scoring:
 
     config: ScoreConfig
     source: RewardSource
+    eos_id: int
+    """The tokenizer's; see `closed`."""
 
     def __call__(self, rollout: Rollout, processes: Processes) -> Scores:
         """Score whole answers; each process scores its share. Raises NonFiniteError for NaN or infinity."""
-        answers = Answers(rollout.prompts, rollout.texts, rollout.prompt_ids, rollout.response_ids, rollout.rows)
+        ids = closed(rollout.response_ids, rollout.ended.tolist(), self.eos_id)
+        answers = Answers(rollout.prompts, rollout.texts, rollout.prompt_ids, ids, rollout.rows)
         scorer, judge = self.source.scorer, self.source.judge
 
         def score(rows: list[int]) -> list[tuple[Any, float | None]]:

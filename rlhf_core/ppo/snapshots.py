@@ -38,16 +38,16 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | None = None, seed: int = 0) -> None:
-    """Write the policy after `step` steps, atomically; `lora` and `seed` are the run's, for `load`. In the run's
-    precision, adapters in float32. Raises NonFiniteError for NaN or infinity. Where models are divided all processes
+def write(folder: Path, models: ActorCritic, step: int, lora: LoraSettings | None = None) -> None:
+    """Write the policy after `step` steps, atomically; `lora` is the run's, for `load`. In the run's precision,
+    adapters in float32. Raises NonFiniteError for NaN or infinity. Where models are divided all processes
     call it; only the main one writes."""
     weights = gathered(trained_weights(models))
     if not is_main():
         return
     require_finite(weights, "weights")
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"lora": None if lora is None else lora.model_dump(), "seed": seed}
+    settings = {"lora": None if lora is None else lora.model_dump()}
     with files.atomic(folder / SETTINGS) as place:
         place.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     save_weights(path_of(folder, step), weights, frozen_dtype(models.precision) if lora is None else None)
@@ -93,7 +93,7 @@ def load(folder: Path, step: int, start: PreTrainedModel) -> PreTrainedModel:
     if settings["lora"] is not None:
         if is_quantised(start) != (start_precision(folder) == "nf4"):
             raise ValueError(f"the adapters in {folder} were trained above other weights: see `start_precision`")
-        adapter = add_lora(start, LoraSettings.model_validate(settings["lora"]), settings["seed"])
+        adapter = add_lora(start, LoraSettings.model_validate(settings["lora"]), seed=0)  # all its numbers are saved
         adapter.load_state_dict(load_file(path))
         return adapter.merge()
     own = unique_weights(start)

@@ -17,10 +17,11 @@ from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.scorer import Answers
-from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
+from rlhf_core.data.tokenizer import closed, decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import strict_kernels
 from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
 from rlhf_core.finite import at_step, require_finite
+from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.batching import micro_batches, packed_batches
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.sampling import Sampled
@@ -29,7 +30,7 @@ from rlhf_core.models.sharding import clip_gradients, whole
 from rlhf_core.models.token_logprobs import action_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic, require_equal_start
 from rlhf_core.ppo.credit import assign_credit
-from rlhf_core.ppo.diagnostics import CRITIC_COLUMNS, step_row, update_columns
+from rlhf_core.ppo.diagnostics import step_row
 from rlhf_core.ppo.engines import engine_of
 from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, estimate_kl
 from rlhf_core.ppo.losses import compute_value_loss
@@ -108,7 +109,7 @@ class PPOTrainer:
         """Samples the responses; can be replaced before the first step."""
         self.prompts, self.rows = list(prompts), None if rows is None else list(rows)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        self.scoring = Scoring(config.score, source)
+        self.scoring = Scoring(config.score, source, int(tokenizer.eos_token_id))
         self.controller: KLController
         if config.kl.controller == "fixed":
             self.controller = FixedKLController(config.kl.coef)
@@ -160,9 +161,10 @@ class PPOTrainer:
                     for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, minibatch, plan)):
                         report("updating", number, plan.epochs * plan.minibatches)
                         share = counts / found.tokens
-                        values = self._train_critic(rows, rollout, credit, plan, share)
+                        batch = rollout.batch(rows, self.pad_id)
+                        values = self._train_critic(batch, rows, rollout, credit, plan, share)
                         forward = Pass.over(
-                            *(rows, rollout, credit, self.models, config, self.pad_id),
+                            *(batch, rows, rollout, credit, self.models, config),
                             *(plan.trains_policy, mean_length, values),
                         )
                         if done.optimizer_steps == 0 and config.check_ratio:
@@ -190,10 +192,7 @@ class PPOTrainer:
                     done.update_kl = self.measure_kl(rollout, plan)
 
             rate = self.optimizers["policy"].param_groups[0]["lr"] if plan.trains_policy else 0.0
-            row = step_row(plan, rollout, scores, credit, done, rate, beta)
-            row |= {} if self.models.has_critic else dict.fromkeys(CRITIC_COLUMNS)
-            row |= {} if self.text is None else {"ptx_loss": row.get("ptx_loss")}  # not measured in the warm-up
-            row |= {} if done.tokens else dict.fromkeys(update_columns(config))  # every answer was left out
+            row = step_row(config, plan, rollout, scores, credit, done, rate, beta)
             if plan.trains_policy:
                 self.controller.update(float(row.get("kl_moving", row["kl"]) or 0.0), config.batch_size)
                 if config.reference_ema is not None:
@@ -215,9 +214,9 @@ class PPOTrainer:
         time_ = max(len(response) for response in sampled.responses)
         device = self.processes.device
         mask = to_rows([[1.0] * len(response) for response in sampled.responses], time_, device)
-        moves = self.config.reference_ema is not None
-        tables = [torch.zeros_like(mask) for _ in range(7 if moves else 5)]
-        old_logprobs, ref_logprobs, ref_kl, old_entropy, old_values, *to_fixed = tables
+        names = ["old_logprobs", "ref_logprobs", "ref_kl", "old_entropy", "old_values"]
+        names += [] if self.config.reference_ema is None else ["fixed_logprobs", "fixed_kl"]
+        tables = {name: torch.zeros_like(mask) for name in names}
         rollout = Rollout(
             prompts=[self.prompts[i] for i in chosen],
             prompt_ids=prompt_ids,
@@ -226,13 +225,8 @@ class PPOTrainer:
             ended=torch.tensor(sampled.ended, device=device),
             mask=mask,
             engine_logprobs=to_rows(sampled.logprobs, time_, device),
-            old_logprobs=old_logprobs,
-            ref_logprobs=ref_logprobs,
-            ref_kl=ref_kl,
-            old_entropy=old_entropy,
-            old_values=old_values,
             rows=self.rows and [self.rows[i] for i in chosen],
-            **dict(zip(("fixed_logprobs", "fixed_kl"), to_fixed, strict=False)),
+            **tables,
         )
         plan = StepPlan.of(self.config, self.steps_done)
         for number, minibatch in enumerate(self._minibatches(rollout, plan, epochs=1)):
@@ -242,9 +236,10 @@ class PPOTrainer:
                 found, values, fixed = self.models.compare(batch, self.config.temperature)
                 parts = [*map(batch.spread, found), values * batch.mask]
                 parts += [] if fixed is None else map(batch.spread, (fixed.ref_logprobs, fixed.kl))
-                for table, part in zip(tables if counts else (), parts, strict=False):
-                    table[rows, : batch.time] = part
-        self.processes.all_reduce(tables)
+                if counts:
+                    for table, part in zip(tables.values(), parts, strict=True):
+                        table[rows, : batch.time] = part
+        self.processes.all_reduce(list(tables.values()))
         return rollout
 
     def score(self, rollout: Rollout) -> Scores:
@@ -265,14 +260,13 @@ class PPOTrainer:
             yield from minibatches_of_epoch(len(rollout.response_ids), plan.minibatches, self.seed, plan.step, epoch)
 
     def _train_critic(
-        self, rows: Sequence[int], rollout: Rollout, credit: Credit, plan: StepPlan, share: float
+        self, batch: TokenBatch, rows: Sequence[int], rollout: Rollout, credit: Credit, plan: StepPlan, share: float
     ) -> Tensor | None:
         """Add the gradient of a critic of its own, whose graph is freed before the policy's is built. Returns its
         values of the rows; None for a critic that shares the policy's pass."""
         if self.models.critic is None:
             return None
-        batch, critic = rollout.batch(rows, self.pad_id), self.config.critic
-        values = self.models.values(batch)
+        critic, values = self.config.critic, self.models.values(batch)
         returns, old = (table[rows, : batch.time] for table in (credit.returns, rollout.old_values))
         clips = critic.clip_value and plan.trains_policy
         loss = compute_value_loss(values, returns, old, clips, critic.value_clip, batch.mask, reduction="sum")
@@ -346,7 +340,8 @@ class PPOTrainer:
         with at_step(self.steps_done), self._phase("rollout"):
             sampled = self._sample(prompt_ids, keys)
             texts = self._texts(sampled)
-            answers = Answers(prompts, texts, prompt_ids, sampled.responses, rows)
+            ids = closed(sampled.responses, sampled.ended, int(self.tokenizer.eos_token_id))
+            answers = Answers(prompts, texts, prompt_ids, ids, rows)
             rewards, judge = self.scoring.raw(answers), self.scoring.source.judge
         gold = judge(answers).total if judge else [None] * len(texts)
         return [

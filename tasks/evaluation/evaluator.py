@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.scorer import Answers, Scored, Scorer
 from rlhf_core.data.tokenizer import (
+    closed,
     continues_text,
     decode_response,
     encode_prompt,
@@ -26,7 +27,7 @@ from rlhf_core.evaluation.wins import wins
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import REWARD_MODEL_NAME, require_room
+from rlhf_core.models.scorers import REWARD_MODEL_NAME, models_of, require_room
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.judge import JudgeParams
@@ -124,10 +125,10 @@ class Evaluator:
         responses, ended = [response for response, _ in drawn], [end for _, end in drawn]
         texts = [decode_response(candidate.tokenizer, response, stops) for response in responses]
         shared = self.shares_tokenizer(candidate)
-        read = responses  # token ids of the SFT model
-        if not shared:
-            written = zip(texts, ended, strict=True)
-            read = [encode_response(self.reference.tokenizer, *one)[: self.max_new_tokens] for one in written]
+        if shared:  # token ids of the SFT model
+            read = closed(responses, ended, int(candidate.tokenizer.eos_token_id))
+        else:
+            read = self._as_reference_tokens(places, texts, ended)
         scored = self.scores(self.scorer, places, texts, read)
         gold, judging = (self.totals(one, places, texts, read) for one in (self.judge, self.judging))
         divergence = self._diverge(candidate, places, responses) if shared else None
@@ -214,6 +215,18 @@ class Evaluator:
         prompts, places = len(self.rows), list(range(len(self.rows))) * len(columns)
         found = self._diverge(candidate, places, [ids for column in columns for ids in column.responses]).log_ratio
         return [found[start : start + prompts] for start in range(0, len(found), prompts)]
+
+    def _as_reference_tokens(
+        self, places: Sequence[int], texts: Sequence[str], ended: Sequence[bool]
+    ) -> list[list[int]]:
+        """Answers of a model with another tokenizer, in the SFT model's tokens: as many as all models that read them
+        hold."""
+        readers = [self.reference.model, *models_of(self.scorer), *models_of(self.judging)]
+        context, prompts = min(map(context_length, readers)), self.prompt_ids(self.reference)
+        return [
+            encode_response(self.reference.tokenizer, text, end)[: context - len(prompts[i])]
+            for i, text, end in zip(places, texts, ended, strict=True)
+        ]
 
     def _draw(
         self, candidate: CandidateModel, jobs: Sequence[tuple[int, int]], stops: frozenset[int]

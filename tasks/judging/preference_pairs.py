@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from rlhf_core.data.scorer import Scorer
-from rlhf_core.data.tokenizer import closed, decode_response, end_ids, load_tokenizer, other_ends, stop_ids
+from rlhf_core.data.tokenizer import decode_response, load_tokenizer, stop_ids
 from rlhf_core.determinism import permutation
 from rlhf_core.errors import UserError
 from rlhf_core.evaluation.intervals import bounds
@@ -110,7 +110,6 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
             )
     model = load_frozen(stage, stage.root / folder)
     stops = stop_ids(tokenizer, model, params.stop_tokens)
-    others = other_ends(tokenizer, end_ids(tokenizer, getattr(model, "generation_config", None), model.config))
     seed = rounds.seed_of(stage.seed, last + 1)
     kept, too_long = fitting(
         stage,
@@ -137,15 +136,15 @@ def draw_samples(stage: Stage[PreferencesParams], last: int = 0) -> tuple[list[R
 
     batches = [jobs[start : start + params.batch_size] for start in range(0, len(jobs), params.batch_size)]
     drawn = stage.resumed("samples", batches, work, show=lambda done: {"tokens": mean_length(done)})
-    cut = [not ended for _, ended in drawn]
-    warn_of_cut_answers(stage, tokenizer, folder, cut, params.max_new_tokens, "preferences.max_new_tokens")
+    cut, key = [not ended for _, ended in drawn], "preferences.max_new_tokens"
+    warn_of_cut_answers(stage, tokenizer, folder, cut, params.max_new_tokens, key)
     samples = [
         {
             "prompt_id": row["prompt_id"],
             "prompt": row["prompt"],
             "sample": k,
             "response": decode_response(tokenizer, response, stops),
-            "response_ids": closed(response, others),
+            "response_ids": response,
             "ended": ended,
             "split": row["split"],
         }

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rlhf_core.errors import UserError
@@ -51,7 +52,12 @@ def require_untracked(root: Path, outs: Sequence[str]) -> None:
 
 
 def git(root: Path, *words: str) -> str | None:
-    """What a git command prints; None where it fails."""
+    """What a git command prints; None where it fails, or where there is no git."""
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}
-    result = subprocess.run(["git", *words], cwd=root, env=environment, capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
+    with suppress(FileNotFoundError):
+        result = subprocess.run(
+            ["git", *words], cwd=root, env=environment, capture_output=True, encoding="utf-8", errors="replace",
+            check=False,
+        )  # fmt: skip
+        return result.stdout.strip() if result.returncode == 0 else None
+    return None

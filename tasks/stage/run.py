@@ -2,12 +2,10 @@
 all together. The stage's own file, and torch with it, is imported only when all of this is ready."""
 
 import gc
-import json
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +30,6 @@ from tasks.stage.switched_off import write_switched_off
 from tasks.stage.versions import require_declared_versions
 from tasks.stage.workers import is_worker
 from tasks.tracking.record import Status
-from tasks.tracking.settings import OUTCOME_VARIABLE
 
 VERSIONS = "tasks/stage/versions.json"
 FULL = (
@@ -90,10 +87,7 @@ def run(name: str, model: type[Block], load_stage: Load) -> NoReturn:
         sys.exit(code)
     if code not in (0, 1):
         print(f"{name}: {message}", file=sys.stderr, flush=True)
-    if path := os.environ.get(OUTCOME_VARIABLE):
-        outcome = {"stage": name, "exit": code, "message": message, "key": key}
-        with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+    workers.write_outcome(name, code, message, key)
     sys.exit(code)
 
 

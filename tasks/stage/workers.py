@@ -20,6 +20,7 @@ from typing import Any
 
 from rlhf_core import files
 from tasks.params.methods import VARIANTS
+from tasks.tracking.settings import OUTCOME_VARIABLE
 
 RENDEZVOUS = "LEASH_RENDEZVOUS"
 """The environment variable of `rlhf_core.training.processes`, which imports torch."""
@@ -107,6 +108,14 @@ def _reported(folder: Path) -> Failure | None:
     return (found[0][0], found[0][1]) if found else None
 
 
+def write_outcome(stage: str, code: int, message: str, key: str = "") -> None:
+    """Tell the driver, where there is one, how the stage ended."""
+    if path := os.environ.get(OUTCOME_VARIABLE):
+        outcome = {"stage": stage, "exit": code, "message": message, "key": key}
+        with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+
+
 def _watch(workers: "Sequence[subprocess.Popen[bytes]]", stage: str, folder: Path) -> None:
     """End this process when it still runs `SECONDS_TO_END` after a worker has failed: it waits for that worker."""
     while not (failed := [(rank, worker.returncode) for rank, worker in enumerate(workers, 1) if worker.poll()]):
@@ -122,4 +131,5 @@ def _watch(workers: "Sequence[subprocess.Popen[bytes]]", stage: str, folder: Pat
     for worker in workers:
         worker.kill()
     shutil.rmtree(folder, ignore_errors=True)
+    write_outcome(stage, code, message)
     os._exit(code)

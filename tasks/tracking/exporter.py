@@ -130,8 +130,10 @@ class Exporter:
             self._log(shown, run.get("metrics", {}), run["touched"])
             for file in sorted((folder / record.FILES).glob("*")):
                 self._file(shown, file, file.name)
-            self._status(shown, run["status"], run["touched"])
-            running = {folder.name: shown.info.run_id} if run["status"] == "RUNNING" else {}
+            is_lost = run["status"] == "RUNNING" and not record.is_alive(run, run["touched"] / 1000)
+            status = "KILLED" if is_lost else run["status"]
+            self._status(shown, status, run["touched"])
+            running = {folder.name: shown.info.run_id} if status == "RUNNING" else {}
         elif stages := record.executions(folder):
             shown, running = self._pipeline(run, stages)
         else:
@@ -152,7 +154,10 @@ class Exporter:
         before = next((one for one in earlier if "leash.study" not in one.data.tags), None)
         tags = run["tags"] | {"leash.pipeline_key": run["key"], "leash.workspace": run["workspace"]}
         if run.get("study"):
-            tags |= {"leash.study": run["study"], PARENT: self._study_run(run["study"]).info.run_id}
+            tags |= {
+                "leash.study": settings.name_of_study(run["study"]),
+                PARENT: self._study_run(run["study"]).info.run_id,
+            }
         title = run.get("experiment") or titles.title(run, before)
         parent = found[0] if found else self._client.create_run(self._experiment, started, tags, title)
         self._log(
@@ -251,11 +256,12 @@ class Exporter:
             self._log(child, tags={COMPLETE: str(stage["ended"])})
         return child
 
-    def _study_run(self, study: str) -> Run:
+    def _study_run(self, label: str) -> Run:
         """The run of a study, which its trials are children of."""
-        found = self._search(f"tags.`leash.study_run` = '{study}'")
-        tags = {"leash.study_run": study, "mlflow.source.name": "leash study"}
-        return found[0] if found else self._client.create_run(self._experiment, tags=tags, run_name=study)
+        found = self._search(f"tags.`leash.study_run` = '{label}'")
+        tags = {"leash.study_run": label, "mlflow.source.name": "leash study"}
+        name = settings.name_of_study(label)
+        return found[0] if found else self._client.create_run(self._experiment, tags=tags, run_name=name)
 
     def _models(
         self,

@@ -27,7 +27,7 @@ import psutil
 
 from rlhf_core.locks import held
 from tasks.params.secrets import HIDDEN, is_secret
-from tasks.tracking.settings import main_checkout, without_credentials
+from tasks.tracking.settings import main_checkout, name_of_study, without_credentials
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 RUN, FACTS, LIVE, FILES, SENT = "run.json", "facts.json", "live.jsonl", "files", "sent-"
@@ -73,7 +73,9 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 def name_of(run: Mapping[str, Any]) -> str:
     """The name of the record of a study or a pipeline run."""
-    return f"study-{run['study']}" if run.get("kind") == "study" else f"{run['key'][:12]}-{run['workspace']}"
+    if run.get("kind") == "study":
+        return f"study-{name_of_study(run['study'])}"
+    return f"{run['key'][:12]}-{run['workspace']}"
 
 
 def open_record(root: Path, run: Mapping[str, Any]) -> Path:
@@ -108,13 +110,11 @@ class Live:
         self.stage, self.folder = str(facts["stage"]), record / f"{facts['stage']}-{facts['key'][:12]}"
         self._root = root
         self._warned = False
-        me = psutil.Process()
-        process = {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
         before = read(self.folder / FACTS)
         before = {} if before.get("status") == "FINISHED" else before  # else it goes on with it
         before.pop("ended", None)
         restarts = {"restarts": before.get("restarts", 0) + 1} if before else {}
-        self._facts = {"started": now_ms(), **before, **facts, **process, **restarts, "status": "RUNNING"}
+        self._facts = {"started": now_ms(), **before, **facts, **this_process(), **restarts, "status": "RUNNING"}
         with self._warning():
             write(self.folder / FACTS, self._facts)
         self._append({})
@@ -165,15 +165,27 @@ def executions(record: Path) -> list[dict[str, Any]]:
         facts = read(path)
         if facts.get("status") == "RUNNING":
             touched = max(file.stat().st_mtime for file in (path, path.with_name(LIVE)) if file.exists())
-            alive = time.time() - touched < FOREIGN_HOURS * 3600
-            if facts["host"] == socket.gethostname():
-                alive = False
-                with suppress(psutil.Error):
-                    alive = abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0
-            facts |= {} if alive else {"status": "KILLED", "ended": int(touched * 1000)}
+            facts |= {} if is_alive(facts, touched) else {"status": "KILLED", "ended": int(touched * 1000)}
         if facts:
             found.append(facts | {"folder": path.parent})
     return sorted(found, key=lambda facts: (facts["started"], facts["stage"]))
+
+
+def this_process() -> dict[str, Any]:
+    """What `is_alive` recognises this process by."""
+    me = psutil.Process()
+    return {"pid": me.pid, "born": me.create_time(), "host": socket.gethostname()}
+
+
+def is_alive(facts: Mapping[str, Any], touched: float) -> bool:
+    """Whether the process of a record runs that was last `touched` at this second of the epoch; one on another machine
+    counts as running for FOREIGN_HOURS."""
+    if facts.get("host") != socket.gethostname():
+        return time.time() - touched < FOREIGN_HOURS * 3600
+    try:
+        return bool(abs(psutil.Process(facts["pid"]).create_time() - facts["born"]) < 1.0)
+    except psutil.Error:
+        return False
 
 
 def rows(execution: Path) -> tuple[list[tuple[str, int, int, float]], dict[str, str]]:

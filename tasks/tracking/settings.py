@@ -9,6 +9,10 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
+from uuid import uuid4
+
+from rlhf_core.files import atomic
+from rlhf_core.locks import held
 
 OUTCOME_VARIABLE = "LEASH_OUTCOME"
 """Environment variable set by `leash run`: a file to which a stage appends one JSON line with its outcome."""
@@ -17,7 +21,8 @@ HOLD_VARIABLE = "LEASH_HOLD_TRACKING"
 RUN_VARIABLE = "LEASH_RUN"
 """Environment variable of an isolated run: its name, which is also that of its DVC experiment."""
 STUDY_VARIABLE = "LEASH_STUDY"
-"""Environment variable of a trial: the name of its study."""
+"""Environment variable of a trial: the `study_label` of its study."""
+CHECKOUT_ID = Path("work") / "checkout-id"
 OUT_TAG = "leash.out."
 """Beginning of a tag of a stage's run: DVC's hash of the output with the path that follows."""
 POLICY_ALIAS = "current"  # `latest` is reserved by MLflow
@@ -121,5 +126,26 @@ def uri_mark(uri: str) -> str:
 
 
 def workspace_id(root: Path) -> str:
-    """A name for this checkout on any machine that has it: a Slurm job may continue on another node."""
-    return hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:12]
+    """A name for this workspace on any machine that has it, and for no other: a Slurm job may continue on another node,
+    and another user's clone may have the same path on another machine."""
+    return hashlib.sha256(f"{checkout_id(root)} {root.resolve()}".encode()).hexdigest()[:12]
+
+
+def checkout_id(root: Path) -> str:
+    """A random name for the checkout, kept in it."""
+    place = main_checkout(root) / CHECKOUT_ID
+    with held(place.with_suffix(".lock"), 60.0, "names this checkout"):
+        if not place.is_file():
+            with atomic(place) as fresh:
+                fresh.write_text(uuid4().hex, encoding="utf-8")
+    return place.read_text(encoding="utf-8")
+
+
+def study_label(root: Path, name: str) -> str:
+    """The name of a study in this checkout, and what tells it from studies of this name in others."""
+    return f"{name} {checkout_id(root)[:12]}"
+
+
+def name_of_study(label: str) -> str:
+    """The name in a `study_label`."""
+    return label.split(" ")[0]

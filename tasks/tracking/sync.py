@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from tasks.tracking import record, settings
 
@@ -68,17 +69,18 @@ def _environment(root: Path) -> dict[str, str]:
     return os.environ | {"MLFLOW_TRACKING_URI": settings.tracking_uri(root), "PYTHONPATH": path}
 
 
-def begin_study(root: Path, study: str) -> str:
-    """Record a study, whose run its trials become children of, and open its run. Returns a line where that failed."""
-    return finish_study(root, study, "RUNNING", {}, [])
-
-
-def finish_study(
-    root: Path, study: str, status: str, metrics: Mapping[str, float | None], files: Sequence[Path]
+def record_study(
+    root: Path,
+    label: str,
+    status: str = "RUNNING",
+    metrics: Mapping[str, float | None] = MappingProxyType({}),
+    files: Sequence[Path] = (),
 ) -> str:
-    """End the study's run with these metrics and files, and send all that waits; a line where some is left."""
+    """Record the study with this `settings.study_label`, whose run its trials become children of, or its end with these
+    metrics and files, and send all that waits; a line where some is left."""
     figures = {name: value for name, value in metrics.items() if value is not None}
-    run = {"kind": "study", "study": study, "status": status, "metrics": figures, "root": str(root.resolve())}
+    run = {"kind": "study", "study": label, "status": status, "metrics": figures, "root": str(root.resolve())}
+    run |= record.this_process()
     folder = record.open_record(root, run)
     for file in filter(Path.is_file, files):
         (folder / record.FILES).mkdir(exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlhf_core.data.scorer import Answers
-from rlhf_core.data.tokenizer import closed, decode_response, end_ids, other_ends, stop_ids
+from rlhf_core.data.tokenizer import closed, decode_response, stop_ids
 from rlhf_core.models.hf import default_device
 from rlhf_core.models.precision import autocast
 from rlhf_core.models.sampling import SamplingSettings, sample
@@ -28,7 +28,7 @@ class Candidate:
     """One answer."""
 
     response: list[int]
-    """Token ids as they were sampled, the stop token included; `closed`."""
+    """Token ids as they were sampled, the stop token included."""
     ended: bool
     text: str
     reward: float
@@ -70,20 +70,19 @@ def draw_candidates(
 
     batches = [jobs[start : start + settings.batch_size] for start in range(0, len(jobs), settings.batch_size)]
     drawn = stage.resumed("samples", batches, work)
-    others = other_ends(tokenizer, end_ids(tokenizer, getattr(model, "generation_config", None), model.config))
-    drawn = [(closed(response, others), ended) for response, ended in drawn]
     texts = [decode_response(tokenizer, response, stops) for response, _ in drawn]
+    responses, ended = [response for response, _ in drawn], [end for _, end in drawn]
     answers = Answers(
         [kept[prompt][0]["prompt"] for prompt, _ in jobs],
         texts,
         [kept[prompt][1] for prompt, _ in jobs],
-        [response for response, _ in drawn],
+        closed(responses, ended, int(tokenizer.eos_token_id)),
         extras_of([kept[prompt][0] for prompt, _ in jobs]),
     )
     scored = scorer(answers).by_answer()
     found = [
-        Candidate(response, ended, text, reward, terms)
-        for (response, ended), text, (reward, terms) in zip(drawn, texts, scored, strict=True)
+        Candidate(response, end, text, reward, terms)
+        for response, end, text, (reward, terms) in zip(responses, ended, texts, scored, strict=True)
     ]
     return [found[start : start + count] for start in range(0, len(found), count)]
 

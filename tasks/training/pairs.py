@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from rlhf_core.data.tokenizer import complete_answer, encode_response
+from rlhf_core.data.tokenizer import closed, complete_answer, encode_response
 from rlhf_core.errors import UserError
 from rlhf_core.reward import Comparison
 from tasks.datasets.jsonl import Row
@@ -47,9 +47,10 @@ def comparisons(
 
 
 def response_tokens(tokenizer: PreTrainedTokenizerBase, row: Row, side: str, reading: Reading, room: int) -> list[int]:
-    """The tokens of a pair's side: sampled and `closed` ones, or those of its text where the data contain the pair.
+    """The tokens of a pair's side: the sampled ones, `closed`, or those of its text where the data contain the pair.
     `room`: for an answer to the prompt, in tokens; see `complete_answer`."""
     sampled: list[int] | None = row[f"{side}_ids"]
     if reading == "text" or sampled is None:
         return encode_response(tokenizer, row[side], row[f"{side}_ended"] or reading != "sampled")
+    [sampled] = closed([sampled], [row[f"{side}_ended"]], tokenizer.eos_token_id)
     return sampled if reading == "sampled" else complete_answer(sampled, tokenizer.eos_token_id, room)

@@ -92,7 +92,7 @@ def build(
         in_batches=partial(stage.resumed, journal, unit="reference answer"),
         precision=precision,
     )
-    cut = [length >= config.max_new_tokens for length in known.lengths]
+    cut = [not ended for ended in known.ended]
     warn_of_cut_answers(stage, tokenizer, begin.reference, cut, config.max_new_tokens, "ppo.max_new_tokens")
     models = ActorCritic(
         config,
@@ -234,7 +234,7 @@ def step(
     done = trainer.steps_done
     record.history.append(row)
     if trainer.writes and snapshot_is_due(trainer.config, done):
-        snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora, stage.seed)
+        snapshots.write(snapshots_of(stage), trainer.models, done, trainer.config.lora)
     track(stage, trainer, row)
     took.append(Took(plan, time.monotonic() - progress.last_update, trainer.seconds["update"]))
     shown = {name: row[name] for name in ("score", "gold", "kl", "entropy")}

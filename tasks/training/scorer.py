@@ -5,17 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.data.classifiers import model_folder, output_of
 from rlhf_core.data.scorer import Scorer, WeightedSum
 from rlhf_core.data.tokenizer import (
     classifier_tokenizer,
     continues_text,
-    end_ids,
     load_tokenizer,
-    other_ends,
     same_tokens,
 )
 from rlhf_core.functions.process import RewardFunction
@@ -80,7 +77,7 @@ def build_scorer(
         file: RewardFunction(root / FOLDER, file, limits.timeout_seconds, limits.memory_mb) for file in functions(terms)
     }
     if uses_reward_model(terms):
-        scorers[REWARD_MODEL] = _reward_model(root, root / REWARD, tokenizer, batch_size, models)
+        scorers[REWARD_MODEL] = _reward_model(root / REWARD, tokenizer, batch_size, models)
     if is_reward_model(terms):
         return scorers[REWARD_MODEL]
     for term in terms:
@@ -108,27 +105,22 @@ def judging_scorer_of(
 ) -> Scorer | None:
     """The reward model that PPO is not trained on; None in a run without one (`reward.judge_share`)."""
     folder = root / REWARD / JUDGE
-    return _reward_model(root, folder, tokenizer, batch_size, models, JUDGING_MODEL) if folder.is_dir() else None
+    return _reward_model(folder, tokenizer, batch_size, models, JUDGING_MODEL) if folder.is_dir() else None
 
 
 def _reward_model(
-    root: Path,
     folder: Path,
     tokenizer: PreTrainedTokenizerBase,
     batch_size: int,
     models: ScalarModels,
     name: str = REWARD_MODEL_NAME,
 ) -> Scorer:
-    """The model in the folder, or several as one. The SFT model names the tokens that end answers. One with another
-    tokenizer than the policy's reads the texts."""
-    theirs, sft = load_tokenizer(folder, trust_remote_code=models.trusted), root / SFT
+    """The model in the folder, or several as one. One with another tokenizer than the policy's reads the texts."""
+    theirs = load_tokenizer(folder, trust_remote_code=models.trusted)
     own = None if same_tokens(theirs, tokenizer) else theirs
     pad_id, eos_id = int(theirs.pad_token_id), int(theirs.eos_token_id)
-    settings = GenerationConfig.from_pretrained(str(sft)) if (sft / GENERATION_CONFIG_NAME).is_file() else None
-    ends = other_ends(tokenizer, end_ids(tokenizer, settings))
     members = [
-        RewardModelScorer(models.frozen(path), pad_id, eos_id, batch_size, ends, name, own)
-        for path in member_folders(folder)
+        RewardModelScorer(models.frozen(path), pad_id, eos_id, batch_size, name, own) for path in member_folders(folder)
     ]
     ensemble = Ensemble.read(folder)
     return members[0] if ensemble is None else EnsembleScorer(members, ensemble, name)

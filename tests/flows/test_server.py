@@ -40,6 +40,32 @@ def test_up_found_again_and_down(isolated: None, tmp_path: Path) -> None:
     assert server.down(tmp_path) is False
 
 
+@pytest.mark.slow
+def test_up_replaces_a_server_that_hangs(isolated: None, tmp_path: Path) -> None:
+    port = server._free_port()
+    url = server.up(tmp_path, port)
+    hung = psutil.Process(server._record(tmp_path)["pid"])
+    for process in (hung, *hung.children(recursive=True)):
+        process.suspend()
+    try:
+        assert server.up(tmp_path, port) == url
+        assert server._record(tmp_path)["pid"] != hung.pid
+        assert server.answers(url)
+    finally:
+        server.down(tmp_path)
+
+
+def test_an_answer_of_another_program_is_not_that_of_the_server(prefect_api: str, tmp_path: Path) -> None:
+    """It was quicker to take the port."""
+    log = tmp_path / "log"
+    log.write_text("address already in use\n", encoding="utf-8")
+    with (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); raise SystemExit(1)"]) as process,
+        pytest.raises(UserError, match="ended with 1: address already in use"),
+    ):
+        server._wait_for(process, prefect_api, log)
+
+
 def test_a_taken_port_is_an_error_of_the_user(isolated: None, tmp_path: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -31,6 +31,20 @@ def test_another_process_is_kept_out_and_named(tmp_path: Path) -> None:
     assert not is_held(path)
 
 
+def test_a_full_disk_leaves_no_lock_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock holds without its number, and is released."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "a.lock"
+    with monkeypatch.context() as patch:
+        patch.setattr(locks.os, "write", full)
+        with held(path, 0.0, "works"):
+            assert is_held(path)
+    assert not is_held(path)
+
+
 def refuse(*_: object) -> None:
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 

@@ -63,8 +63,9 @@ def test_failure_05_pairs_are_trained_on_or_measured_on_and_never_both(
         row | {"prompt_id": str(n), "prompt": n, "split": "validation" if n % 3 == 0 else "train"} for n in range(9)
     ]
     stage: Any = SimpleNamespace(name="reward", read=lambda path: rows, common=SimpleNamespace(long_rows="refuse"))
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
     prompts = {
-        split: {c.prompt[0] for c in comparisons.comparisons(stage, SimpleNamespace(), split, 10)[0]}  # type: ignore[arg-type]
+        split: {c.prompt[0] for c in comparisons.comparisons(stage, tokenizer, split, 10)[0]}  # type: ignore[arg-type]
         for split in ("train", "validation")
     }
     assert prompts == {"train": {1, 2, 4, 5, 7, 8}, "validation": {0, 3, 6}}
@@ -77,12 +78,16 @@ def test_failure_05_pairs_are_trained_on_or_measured_on_and_never_both(
 def test_a_reward_model_reads_each_answer_with_its_end(
     row: dict[str, Any], monkeypatch: pytest.MonkeyPatch, reading: comparisons.Reading, chosen: Any, rejected: Any
 ) -> None:
-    """Both were cut off; sampled tokens stay what they were. DPO learns from answers as they are."""
+    """Both were cut off; sampled tokens stay what they were, but for a stop token. DPO learns from cut answers as they
+    are."""
     monkeypatch.setattr(comparisons, "encode_response", lambda tokenizer, text, ended: [300, 0] if ended else [300])
     tokenizer: Any = SimpleNamespace(eos_token_id=0)
     cut = row | {"chosen_ids": [97, 98], "chosen_ended": False, "rejected_ended": False}
     assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=9) == chosen
     assert comparisons.response_tokens(tokenizer, cut, "rejected", reading, room=9) == rejected
+    if reading != "text":
+        stopped = row | {"chosen_ids": [97, 5]}
+        assert comparisons.response_tokens(tokenizer, stopped, "chosen", reading, room=9) == [97, 0]
     if reading == "complete":
         assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=2) == [97, 0]
         assert comparisons.response_tokens(tokenizer, cut, "chosen", reading, room=1) == [97, 98, 0], "too long"
@@ -250,7 +255,7 @@ def test_each_member_has_its_own_base_and_all_have_the_same_tokenizer(
         assert torch.allclose(trained[layer], base[layer], atol=1e-6)
     assert metrics["member_2_accuracy"] is not None
 
-    scorer = _reward_model(workshop, folder, TINY.tiny_tokenizer(), 4, ScalarModels(device=torch.device("cpu")))
+    scorer = _reward_model(folder, TINY.tiny_tokenizer(), 4, ScalarModels(device=torch.device("cpu")))
     ids = [pairs[0]["chosen_ids"]] * 2
     scored = scorer(Answers([pairs[0]["prompt"]] * 2, ["eat oats", "eat figs"], [[3, 4]] * 2, ids))
     assert min(scored.parts["std"]) > 0

@@ -210,7 +210,7 @@ def test_a_snapshot_of_adapters_belongs_to_the_model_that_ppo_began_with(
     save_checkpoint(workshop / "rounds/1/policy", TINY.tiny_lm(seed=9), TINY.tiny_tokenizer())
     trainer = TINY.tiny_trainer(lora={"rank": 2, "alpha": 4.0})
     settings = LoraSettings(rank=2, alpha=4.0)
-    snapshots.write(workshop / "models/snapshots", trainer.models, 1, settings, seed=5)
+    snapshots.write(workshop / "models/snapshots", trainer.models, 1, settings)
     stage = make_stage("select", None, [])
     sft = load_candidate(stage, "sft", workshop / "models/sft")
     wanted = snapshots.load(workshop / "models/snapshots", 1, TINY.tiny_lm(seed=9))
@@ -231,7 +231,7 @@ def test_one_model_holds_one_snapshot_after_another(
     trainer = TINY.tiny_trainer(lora=lora)
     for step in (1, 2):
         trainer.step()
-        snapshots.write(workshop / "models/snapshots", trainer.models, step, lora and LoraSettings(**lora), seed=5)
+        snapshots.write(workshop / "models/snapshots", trainer.models, step, lora and LoraSettings(**lora))
     stage = make_stage("select", None, [])
     sft = load_candidate(stage, "sft", workshop / "models/sft")
     wanted = policy_at(stage, sft, 2).model.state_dict()
@@ -253,7 +253,7 @@ def test_a_snapshot_is_judged_in_the_precision_in_which_evaluate_loads_the_polic
     trainer = TINY.tiny_trainer(lora=lora, precision="bfloat16")
     for step in (1, 2):
         trainer.step()
-        snapshots.write(workshop / "models/snapshots", trainer.models, step, lora and LoraSettings(**lora), seed=5)
+        snapshots.write(workshop / "models/snapshots", trainer.models, step, lora and LoraSettings(**lora))
     stage = make_stage("select", None, ["models/policy"])
     stage.common = stage.common.model_copy(update={"precision": "bfloat16"})
     sft, policy = load_candidate(stage, "sft", workshop / "models/sft"), None

@@ -3,6 +3,7 @@ that compare them. `work/studies/NAME` holds what it was called with, the logs, 
 
 import io
 import json
+import os
 import shlex
 import sys
 import threading
@@ -32,8 +33,8 @@ from tasks.params.loader import PARAMS_FILE, parse_yaml
 from tasks.records.recorded import read_results
 from tasks.stage.progress import duration
 from tasks.tracking.record import Status
-from tasks.tracking.settings import STUDY_VARIABLE
-from tasks.tracking.sync import begin_study, finish_study
+from tasks.tracking.settings import STUDY_VARIABLE, study_label, without_credentials
+from tasks.tracking.sync import record_study
 
 STUDIES = Path("work") / "studies"
 CALL, SUGGESTED, TABLE, PICTURE = "study.json", "search.json", "table.md", "frontier.png"
@@ -67,6 +68,11 @@ class Study:
     def folder(self) -> Path:
         """Of its tables and logs."""
         return self.home / STUDIES / self.name
+
+    @property
+    def label(self) -> str:
+        """By which MLflow finds the run of the study."""
+        return study_label(self.home, self.name)
 
     def run(self) -> None:
         """Run all trials, `jobs` at a time. An interrupt stops all of them; they continue with the next call."""
@@ -123,6 +129,13 @@ class Study:
             except processes.Stopped:
                 raise
             except Exception as error:  # also Prefect's and the operating system's: the other trials go on
+                address = os.environ.get("PREFECT_API_URL")
+                if address and not server.answers(address):  # all others would fail, too
+                    trial.state = WAITING
+                    raise UserError(
+                        f"the Prefect server at {without_credentials(address)} does not answer; the same command "
+                        f"continues ({error})"
+                    ) from error
                 text = " ".join(str(error).split())
                 known = isinstance(error, UserError | TrialFailed)
                 trial.state, trial.message = FAILED, text if known else f"{type(error).__name__}: {text}"
@@ -134,20 +147,20 @@ class Study:
         if self.pool is not None:
             self._print(trial, f"submitted to pool {self.pool.name}")
             show = partial(self._print, trial)
-            self.pool.run(trial.name, self.commit, trial.overrides, self.name, self.options, show)
+            self.pool.run(trial.name, self.commit, trial.overrides, self.label, self.options, show)
             return
         path = self.folder / "logs" / f"{trial.name}.log"
         self._print(trial, f"starts; progress: {path.relative_to(self.home)}")
         space = Workspace(self.home, trial.name, self.commit, trial.overrides)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8", buffering=1) as log, workspace.opened(space):
+        with path.open("a", encoding="utf-8", buffering=1) as log, workspace.opened(space):
 
             def receive(line: str) -> None:
                 log.write(f"{line}\n")
                 if isolated.STAGE_ENDED.match(line):
                     self._print(trial, line)
 
-            variables, trailers = {STUDY_VARIABLE: self.name}, {isolated.STUDY: self.name}
+            variables, trailers = {STUDY_VARIABLE: self.label}, {isolated.STUDY: self.name}
             result = isolated.run(space, receive, self.options, variables, trailers)
         if result.code:
             raise UserError(f"{result.error} (kept in {space.root}, log {path})")
@@ -227,15 +240,16 @@ def study(
             server.require(home)
         try:
             with suppress(OSError, UserError):
-                begin_study(home, made.name)
+                record_study(home, made.label)
             made.run()
             text = made.write()
         finally:
             states = [trial.state for trial in made.trials]
             counts = {f"trials_{state}": float(states.count(state)) for state in (FINISHED, FAILED)}
-            status: Status = "FINISHED" if set(states) == {FINISHED} else "FAILED"
+            stopped = WAITING in states or RUNNING in states
+            status: Status = "KILLED" if stopped else "FAILED" if FAILED in states else "FINISHED"
             with suppress(OSError, UserError):
-                finish_study(home, made.name, status, counts, [made.folder / TABLE, made.folder / PICTURE])
+                record_study(home, made.label, status, counts, [made.folder / TABLE, made.folder / PICTURE])
     print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)
     print("`dvc exp show` lists the experiments; `dvc exp apply NAME` brings one's results into this folder")
     if with_leaderboard and FAILED not in states:

@@ -86,6 +86,7 @@ def test_the_share_by_hand() -> None:
     assert share_of_optimum(1.0, 2.1, kls, gains) is None
     assert share_of_optimum(0.0, 0.0, kls, gains) is None
     assert share_of_optimum(1.0, 1.0, [], []) is None
+    assert share_of_optimum(0.25, 0.5, [-0.1, *kls], [0.2, *gains]) == pytest.approx(0.5), "a KL below 0 is noise"
 
 
 def test_what_does_not_fit_together_is_refused() -> None:

@@ -361,11 +361,17 @@ def test_rule_27_in_bfloat16_policy_and_reference_with_equal_weights_are_equal_f
             ActorCritic(config, load(), load(frozen="bfloat16"), None, precision="bfloat16")
 
 
-def test_rule_27_a_start_that_is_another_function_than_its_reference_stops_the_run(make_trainer: MakeTrainer) -> None:
-    """Where the weights differ the KL may be anything."""
+def test_rule_27_a_start_that_is_another_function_than_its_reference_stops_the_run(
+    make_trainer: MakeTrainer, build_lm: Build
+) -> None:
+    """Where the weights differ the KL may be anything; a trained critic's adapter on the body is no difference."""
     kl, mask = torch.full((2, 3), 1e-3), torch.ones(2, 3)
     same, lora = make_trainer(same_reference=True, precision="bfloat16").models, make_trainer(**LORA).models
-    for models in (same, lora):
+    shared = on_one_body(make_trainer, build_lm).models
+    with torch.no_grad():
+        for parameter in shared.adapters["critic"].parameters():
+            parameter.add_(0.1)
+    for models in (same, lora, shared):
         require_equal_start(models, kl * 1e-3, mask)
         for wrong in (kl, kl * float("nan")):
             with pytest.raises(RuntimeError, match="policy and reference have the same weights"):

@@ -14,10 +14,12 @@ from rlhf_core.ppo.health import Monitor
 from rlhf_core.ppo.plan import StepPlan
 from rlhf_core.ppo.rollout import Credit, Rollout, Scores, to_rows
 from rlhf_core.ppo.statistics import UpdateStatistics, explained_variance
+from tests.rlhf_core.conftest import tiny_ppo_values
 
 CPU = torch.device("cpu")
 RESPONSES = [[11, 12, 1], [13]]
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+CONFIG = PPOConfig(**tiny_ppo_values())
 
 
 def table(first: list[float], second: list[float], padding: float) -> torch.Tensor:
@@ -56,7 +58,7 @@ def row(padding: float = 0.0, gold: list[float] | None = None, **parts: list[flo
     )
     statistics.grad_norms["policy"] += [1.0, 2.0]
     plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
-    return step_row(plan, rollout, scores, credit, statistics, 1e-4, 0.1)
+    return step_row(CONFIG, plan, rollout, scores, credit, statistics, 1e-4, 0.1)
 
 
 def test_rewards_and_scores_by_hand() -> None:
@@ -152,7 +154,7 @@ def test_rule_28_a_critic_of_random_numbers_explains_nothing_and_is_reported(
     plan = StepPlan(step=6, trains_policy=True, epochs=1, minibatches=1)
     update = UpdateStatistics(1.0, {"entropy": 1.0, "clip_fraction": 0.1})
     update.grad_norms |= {"policy": [1.0], "critic": [1.0]}
-    found = step_row(plan, rollout, scores, credit, update, 1e-4, 0.1)
+    found = step_row(CONFIG, plan, rollout, scores, credit, update, 1e-4, 0.1)
     assert found["explained_variance"] == pytest.approx(explained)
     monitor = Monitor(PPOConfig.model_validate(ppo_values()))
     for step in range(1, 61):

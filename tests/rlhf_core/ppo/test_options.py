@@ -35,7 +35,7 @@ def weights(model: PreTrainedModel) -> torch.Tensor:
 def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
     rollout = trainer.rollout()
     credit = credit_of(trainer, rollout)
-    return Pass.over(rows, rollout, credit, trainer.models, trainer.config, trainer.pad_id)
+    return Pass.over(rollout.batch(rows, trainer.pad_id), rows, rollout, credit, trainer.models, trainer.config)
 
 
 def chosen_logprobs(trainer: PPOTrainer, batch: TokenBatch) -> torch.Tensor:

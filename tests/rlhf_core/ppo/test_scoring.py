@@ -104,13 +104,13 @@ def test_a_constant_score_is_only_centred() -> None:
 
 def test_figures_of_the_reference() -> None:
     """Correlations with length and judge; None where one side does not vary."""
-    assert ReferenceScores([1.0, 2.0, 3.0], [1, 2, 3], [-1.0, -2.0, -3.0]).figures == {
+    assert ReferenceScores([1.0, 2.0, 3.0], [1, 2, 3], [True] * 3, [-1.0, -2.0, -3.0]).figures == {
         "score_mean": 2.0,
         "score_std": pytest.approx(math.sqrt(2 / 3)),
         "length_correlation": pytest.approx(1.0),
         "gold_correlation": pytest.approx(-1.0),
     }
-    constant = ReferenceScores([1.0, 1.0, 1.0], [1, 2, 3], None).figures
+    constant = ReferenceScores([1.0, 1.0, 1.0], [1, 2, 3], [True] * 3, None).figures
     assert (constant["length_correlation"], constant["gold_correlation"]) == (None, None)
 
 

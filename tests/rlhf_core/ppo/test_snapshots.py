@@ -41,7 +41,7 @@ def test_a_snapshot_brings_back_the_very_weights(
     seen = {}
     for step in (1, 2):
         trainer.step()
-        snapshots.write(tmp_path, trainer.models, step, trainer.config.lora, trainer.seed)
+        snapshots.write(tmp_path, trainer.models, step, trainer.config.lora)
         seen[step] = copy.deepcopy(trainer.models)
     assert snapshots.steps_in(tmp_path) == [1, 2]
     kind = WAYS[way].get("kind", "llama")
@@ -62,7 +62,7 @@ def test_what_a_model_makes_for_itself_is_not_kept(make_trainer: Make, tmp_path:
 
 def test_adapters_make_a_small_snapshot(make_trainer: Make, tmp_path: Path) -> None:
     for name, changes in WAYS.items():
-        snapshots.write(tmp_path / name, make_trainer(**changes).models, 1, make_trainer(**changes).config.lora, 5)
+        snapshots.write(tmp_path / name, make_trainer(**changes).models, 1, make_trainer(**changes).config.lora)
     whole, small = (snapshots.path_of(tmp_path / name, 1).stat().st_size for name in ("all weights", "adapters"))
     assert small < whole / 3
 
@@ -90,7 +90,7 @@ def test_equal_runs_leave_equal_bytes(make_trainer: Make, tmp_path: Path) -> Non
     for name in ("a", "b"):
         trainer = make_trainer(lora={"rank": 2, "alpha": 4.0})
         trainer.step()
-        snapshots.write(tmp_path / name, trainer.models, 1, trainer.config.lora, trainer.seed)
+        snapshots.write(tmp_path / name, trainer.models, 1, trainer.config.lora)
     files = [{path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("a", "b")]
     assert files[0] == files[1]
     assert json.loads(files[0]["settings.json"])["lora"]["rank"] == 2
@@ -101,7 +101,7 @@ def test_precision_bfloat16_halves_a_snapshot_and_leaves_adapters_as_they_are(
 ) -> None:
     for way in ("all weights", "adapters"):
         trainer = make_trainer(**WAYS[way], precision="bfloat16")
-        snapshots.write(tmp_path / way, trainer.models, 1, trainer.config.lora, 5)
+        snapshots.write(tmp_path / way, trainer.models, 1, trainer.config.lora)
         kept = load_file(snapshots.path_of(tmp_path / way, 1))
         assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16 if way == "all weights" else torch.float32}
         assert snapshots.are_adapters(tmp_path / way) == (way == "adapters")
@@ -124,8 +124,8 @@ def test_adapters_above_4_bit_weights_bring_back_the_policy_that_was_trained(
     monkeypatch.setitem(make_trainer.__globals__, "tiny_lm", lambda *_, **__: nf4())
     trainer = make_trainer(lora={"rank": 2, "alpha": 4.0, "quantize": "nf4"}, precision="bfloat16")
     trainer.step()
-    snapshots.write(tmp_path / "nf4", trainer.models, 1, trainer.config.lora, trainer.seed)
-    snapshots.write(tmp_path / "plain", make_trainer(**WAYS["adapters"]).models, 1, LoraSettings(rank=2, alpha=4.0), 5)
+    snapshots.write(tmp_path / "nf4", trainer.models, 1, trainer.config.lora)
+    snapshots.write(tmp_path / "plain", make_trainer(**WAYS["adapters"]).models, 1, LoraSettings(rank=2, alpha=4.0))
     assert [snapshots.start_precision(tmp_path / name) for name in ("nf4", "plain")] == ["nf4", "float32"]
     with pytest.raises(ValueError, match="trained above other weights"):
         snapshots.load(tmp_path / "nf4", 1, load_causal_lm(tmp_path / "base"))

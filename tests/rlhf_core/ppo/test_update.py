@@ -162,6 +162,8 @@ def test_rule_16_each_model_is_clipped_by_its_own_norm(make_trainer: MakeTrainer
     assert sum(seen["policy"]) / 4 == pytest.approx(row["grad_norm_policy"], rel=1e-5)
     assert 0.01 < max(seen["policy"]) < 50
     assert row["grad_clipped_share"] == 0.0, "the share is of the policy's steps"
+    warming = make_trainer(critic={"warmup_steps": 1})
+    assert (warming.step()["grad_clipped_share"], warming.step()["grad_clipped_share"]) == (None, 1.0)
 
 
 def test_rule_16_the_value_clip_has_a_key_of_its_own(make_trainer: MakeTrainer) -> None:

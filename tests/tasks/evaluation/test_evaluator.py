@@ -172,7 +172,7 @@ def test_a_model_with_other_tokens_is_scored_on_its_text_and_has_no_kl(sft: Cand
     other = candidate("other", 3, words=["zebras zigzag", "quick quokkas"])
     found = evaluator(sft).answer(other, [1])[0]
     assert found.divergence is None
-    assert all(1 <= tokens <= 8 for tokens in found.tokens)
+    assert max(found.tokens) > 8, "of other tokenizers whole answers are read"
     assert found.rewards == [float(tokens) for tokens in found.tokens], "read in the SFT model's tokens"
 
 
@@ -193,6 +193,6 @@ def test_a_function_judges_answers_with_the_columns_of_their_prompts(sft: Candid
 
 
 def test_texts_that_are_cut_to_the_same_tokens_have_their_own_scores(sft: CandidateModel) -> None:
-    """Answers of another tokenizer are cut at the limit; a function reads the text."""
+    """Answers of another tokenizer are cut where they exceed a context; a function reads the text."""
     found = evaluator(sft).scores(characters, [0, 0, 0], ["one", "three", "one"], [[5, 6]] * 3)
     assert found.total == [3.0, 5.0, 3.0]

@@ -1,5 +1,6 @@
 """A stage as dvc.yaml defines it."""
 
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlhf_core.errors import UserError
-from tasks.stage.definition import git_state, require_untracked
+from tasks.stage.definition import git, git_state, require_untracked
 from tasks.stage.dvc_files import digest, open_project
 
 GRAPH = """
@@ -119,3 +120,18 @@ def test_what_a_run_writes_is_no_uncommitted_change(tmp_path: Path) -> None:
     git("checkout", "tasks")
     (tmp_path / "params.yaml").write_text("2")
     assert git_state(tmp_path)[1] is True
+
+
+def test_without_git_a_stage_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    require_untracked(tmp_path, ["models/sft"])
+    assert git(tmp_path, "status") is None
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9.py")
+    (tmp_path / name).write_text("a", encoding="utf-8")
+    for words in ("init --quiet", "add .", "-c user.name=a -c user.email=a@b commit --quiet --message=1"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    (tmp_path / name).write_text("b", encoding="utf-8")
+    assert (git(tmp_path, "diff", "--name-only", "-z") or "").startswith("caf")

@@ -1,5 +1,6 @@
 """How many processes a stage has, and what it does when one of them fails."""
 
+import json
 import os
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def test_the_error_of_a_worker_is_the_error_of_the_stage(way: str, tmp_path: Pat
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
         [sys.executable, str(script), way],
-        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env=environment
+        | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        | {"LEASH_OUTCOME": str(tmp_path / "outcome")},
         capture_output=True,
         text=True,
         timeout=120,
@@ -78,6 +81,8 @@ def test_the_error_of_a_worker_is_the_error_of_the_stage(way: str, tmp_path: Pat
     lines = [line for line in done.stderr.splitlines() if "Warning" not in line]
     assert (done.returncode, lines) == (2, ["toy: rank 1 is short of memory"])
     assert not list(tmp_path.glob("leash-*"))
+    outcome = json.loads((tmp_path / "outcome").read_text(encoding="utf-8"))
+    assert (outcome["exit"], outcome["message"]) == (2, "rank 1 is short of memory"), "no crash to be tried again"
 
 
 def test_a_training_that_is_off_needs_one_process() -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from tasks.tracking import record, settings
+from tasks.tracking import record, settings, sync
 from tasks.tracking.exporter import Unreachable, export
 from tests.tasks.tracking.conftest import EVALUATION, evaluate, pipeline, runs, stage
 
@@ -274,6 +275,21 @@ def test_the_policy_is_registered_and_a_trial_does_not_move_its_alias(root: Path
     assert str(client.get_model_version_by_alias(name, "current").version) == "3"
     study, trial = (next(run for run in runs(client) if run.info.run_name == one) for one in ("betas", "betas-1"))
     assert trial.data.tags["mlflow.parentRunId"] == study.info.run_id
+
+
+def test_a_study_whose_process_died_is_killed_and_does_not_wait_for_ever(root: Path, look: Look) -> None:
+    with patch.object(sync, "sync"):
+        sync.record_study(root, "betas 1")
+    [folder] = record.pending(root, settings.uri_mark(settings.tracking_uri(root)))
+    facts = record.read(folder / record.RUN)
+    export(root)
+    (study,) = runs(look())
+    assert study.info.status == "RUNNING"
+    record.write(folder / record.RUN, facts | {"born": 1.0})
+    export(root)
+    (study,) = runs(look())
+    assert (study.info.status, study.info.run_name) == ("KILLED", "betas")
+    assert not record.pending(root, settings.uri_mark(settings.tracking_uri(root)))
 
 
 def test_two_projects_on_one_server_do_not_touch_each_other(root: Path, tmp_path: Path, look: Look) -> None:

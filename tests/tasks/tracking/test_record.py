@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_a_job_that_continues_on_another_node_is_the_same_workspace(
     before = settings.workspace_id(tmp_path)
     monkeypatch.setattr("socket.gethostname", lambda: "another-node")
     assert settings.workspace_id(tmp_path) == before
+
+
+def test_a_clone_at_the_same_path_of_another_machine_is_another_workspace(tmp_path: Path) -> None:
+    """And a study of the same name there is another one."""
+    here = settings.workspace_id(tmp_path), settings.study_label(tmp_path, "betas")
+    shutil.rmtree(tmp_path / "work")
+    there = settings.workspace_id(tmp_path), settings.study_label(tmp_path, "betas")
+    assert not {*here} & {*there}
+    assert {settings.name_of_study(label) for _, label in (here, there)} == {"betas"}
 
 
 def test_a_worktree_is_recorded_in_its_main_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

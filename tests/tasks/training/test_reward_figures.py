@@ -1,6 +1,7 @@
 """Figures of the reward model on held-out pairs, against values computed by hand."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ class NumberJudge:
 def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two prompts are mixed; pairs are grouped by prompt, and one pair was left out."""
     monkeypatch.setattr(reward_figures, "encode_prompt", lambda tokenizer, prompt: [int(prompt[0]["content"])])
-    tokenizer: Any = None
+    tokenizer: Any = SimpleNamespace(eos_token_id=0)
 
     def row(prompt: int, chosen: int, rejected: int) -> dict[str, Any]:
         return {
@@ -83,6 +84,8 @@ def test_gold_margins_are_in_the_order_of_score_pairs(monkeypatch: pytest.Monkey
             "rejected": str(rejected),
             "chosen_ids": [chosen],
             "rejected_ids": [rejected],
+            "chosen_ended": False,
+            "rejected_ended": False,
         }
 
     rows = [row(10, 3, 1), row(1, 5, 9), row(10, 2, 3), row(7, 1, 2)]

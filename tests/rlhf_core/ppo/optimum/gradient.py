@@ -158,7 +158,7 @@ def expected_returns(
 def policy_part(trainer: PPOTrainer, rollout: Rollout, credit: Credit, row: int) -> Float[Tensor, ""]:
     """The loss of one response after all warm-ups, without the critic's term."""
     config = trainer.config
-    forward = Pass.over([row], rollout, credit, trainer.models, config, trainer.pad_id)
+    forward = Pass.over(rollout.batch([row], trainer.pad_id), [row], rollout, credit, trainer.models, config)
     losses = losses_of(forward, config, trainer.controller.coef)
     return losses["total_loss"] - (config.vf_coef * losses["value_loss"] if config.has_critic else 0.0)
 
