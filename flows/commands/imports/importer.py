@@ -116,7 +116,12 @@ def _rewritten(source: Path, folder: Path, rewriting: Rewriting) -> Path:
             place = place if source.is_file() else place.with_name(f"{stem_of(place)}.jsonl")
             if place.exists():
                 raise UserError(f"{path}: a second file that would become {place.name}; rename one of them")
-            write_jsonl(place, rewriting.rows(path, seen))
+            try:
+                write_jsonl(place, rewriting.rows(path, seen))
+            except OSError as error:
+                raise UserError(
+                    f"{place}: cannot write the changed rows ({error.strerror}); set TMPDIR to a folder with room"
+                ) from None
         else:
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
@@ -201,9 +206,10 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     if is_export(rows[0]):
         return line
     found = tuple(dict.fromkeys(column for row in rows for column in row))
-    layout = layout_of(found)
+    layout = layout_of(tuple(rows[0]))
     rated = any(example.rating is not None for example in examples)
-    further = [column for column in layout.further if column != layout.label or not rated]
+    read = {column for row in rows for column in set(row) - set(layout_of(tuple(row)).further)}
+    further = [column for column in found if column not in read or (column == layout.label and not rated)]
     if layout.shape is VOTED:
         verdict = verdict_columns(tuple(rows[0]), rows[0], layout.answers)
         further = [column for column in further if column not in verdict]
@@ -211,8 +217,9 @@ def _file_line(path: Path, name: str, examples: list[Example]) -> str:
     line += f"; columns: {brief_names(column for column in found if column not in further)}"
     line += f"; not read, kept for reward functions: {brief_names(further)}" if further else ""
     line += f"; numbers, which can be ratings (ingest.rating_column): {brief_names(numbers)}" if numbers else ""
-    if {"test", "validation", "valid", "eval"} & {str(row.get("split")) for row in rows}:
-        line += "; all rows train, also those with another split: put held-out rows into a file test.jsonl"
+    splits = {str(row.get("split")) for row in rows} | set(Path(name).parts[:-1])
+    if not examples[0].heldout and {"test", "validation", "valid", "eval"} & splits:
+        line += "; all rows train, also those of another split: put held-out rows into a file test.jsonl"
     return line
 
 

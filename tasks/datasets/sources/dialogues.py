@@ -108,7 +108,9 @@ def parse_messages(value: list[Any]) -> Conversation:
             raise ShapeError(f"message {number} has role {brief(item[who])}, expected system, user or assistant")
         if item[what] is None:
             raise ShapeError(f"message {number} has no {what} (null); write a text, or remove the row")
-        turns.append(message(role, message_text(item[what], f"message {number} has {what}")))
+        text = message_text(item[what], f"message {number} has {what}")
+        if role != "system" or text.strip():  # many exports write an empty one into every row
+            turns.append(message(role, text))
     return turns
 
 
@@ -183,8 +185,7 @@ def parse_reply(value: object, prompt: Conversation, *, strip: bool) -> tuple[Co
     if value is None:
         return prompt, ""
     if isinstance(value, str) and not is_transcript(value) and messages_in(value) is None:
-        reply = unlisted(value)
-        return prompt, reply.strip() if strip else reply
+        return prompt, value.strip() if strip else value
     head, reply = split_reply(parse_conversation(value))
     if head == prompt[len(prompt) - len(head) :]:
         return prompt, reply

@@ -13,6 +13,7 @@ from tasks.datasets.sources.dialogues import ShapeError, message, parse_conversa
 from tasks.datasets.sources.verdicts import Verdict, answers_of, is_number, pairs_of, ranks_of
 
 PROMPTS = ("prompt", "instruction", "question", "query")
+CONTEXT = ("system", "system_prompt", "system_message", "history", "input", "context")
 FLAT = ".responses"
 """Argilla's columns of responses in flat records."""
 Json = Mapping[str, Any]
@@ -23,7 +24,8 @@ class Judgement(NamedTuple):
     """What one person said about the answers to one prompt."""
 
     row: int
-    prompt: object
+    prompt: Json
+    """The columns of the question: `prompt`, None where there is none, and those of `CONTEXT`."""
     answers: Mapping[str, str]
     """By name; the first one is the left one of two."""
     question: str
@@ -131,10 +133,10 @@ def _problem(judgement: Judgement) -> str | None:
     """What makes a judgement unreadable, and what is expected."""
     if len(judgement.answers) < 2:
         return "no answers to compare; expected a prompt and two or more texts such as answer1, answer2"
-    if judgement.prompt is None:
+    if judgement.prompt["prompt"] is None:
         return f"no prompt; expected a column {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}"
     try:
-        parse_conversation(judgement.prompt)
+        parse_conversation(judgement.prompt["prompt"])
     except ShapeError as error:
         return f"prompt: {error}"
     if _ranks(judgement) is None:
@@ -150,12 +152,14 @@ def _pairs(judgement: Judgement) -> Iterator[Numbered]:
     label = {name: value for name, value in judgement.label.items() if value is not None}
     for best, worst, tie in pairs_of(texts, _ranks(judgement) or []):
         order = {"order": [best + 1, worst + 1]} if judgement.shown_in_order else {}
-        pair = {"prompt": judgement.prompt, "chosen": texts[best], "rejected": texts[worst], "tie": tie}
+        pair = {**judgement.prompt, "chosen": texts[best], "rejected": texts[worst], "tie": tie}
         yield judgement.row, pair | label | order
 
 
-def _prompt_of(data: Json) -> object:
-    return next((data[name] for name in PROMPTS if data.get(name)), None)
+def _prompt_of(data: Json) -> Json:
+    """The prompt, with columns beside it that say more of the question: read or refused as in other files."""
+    prompt = next((data[name] for name in PROMPTS if data.get(name)), None)
+    return {"prompt": prompt} | {name: data[name] for name in CONTEXT if data.get(name)}
 
 
 def _texts_of(data: Json) -> dict[str, str]:
@@ -310,7 +314,9 @@ def _openassistant(records: Sequence[Numbered], file: str) -> Iterator[Numbered]
                 )
             found.append((number, {**said, "parent_id": parent}))
             stack += [(reply, said["message_id"]) for reply in said.get("replies") or []]
-    kept = {said["message_id"]: (number, said) for number, said in found if not said.get("deleted")}
+    kept = {
+        said["message_id"]: (number, said) for number, said in found if str(said.get("deleted")).casefold() != "true"
+    }
     replies: dict[Any, list[Json]] = {}
     for _, said in kept.values():
         replies.setdefault(said["parent_id"], []).append(said)

@@ -56,31 +56,29 @@ def read_rows(path: Path, on_bad: Log = refuse) -> Iterator[tuple[int, Row]]:
             yield from _read_table(path, on_bad)
         else:
             yield from _read_json(path, on_bad)
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise UserError(f"{path}: cannot be unpacked ({error}); copy it again") from None
-
-
-def _content(path: Path) -> bytes:
-    try:
-        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
-            content: bytes = file.read()
-            return content
     except FileNotFoundError:
         raise UserError(f"{path}: file not found") from None
     except IsADirectoryError:
         raise UserError(f"{path}: is a folder, expected a file") from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        why = getattr(error, "strerror", None)
+        problem = f"cannot be read ({why})" if why else f"cannot be unpacked ({error}); copy it again"
+        raise UserError(f"{path}: {problem}") from None
+
+
+def _content(path: Path) -> bytes:
+    with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+        content: bytes = file.read()
+    return content
 
 
 def _read_json(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
     """JSON lines; or, where the first line is no whole object, a list of objects or objects over several lines."""
     opener = OPENERS.get(path.suffix.lower(), open)
-    try:
-        with opener(path, "rb") as file:
-            lines = filter(None, (line.strip(b"\xef\xbb\xbf \t\r\n") for line in file))
-            first, second = next(lines, b""), next(lines, b"")
-    except (FileNotFoundError, IsADirectoryError):
-        first = second = b""
-    alone = kind_of(path) == ".json" and first.startswith(b"{") and not second  # {"data": […]} in one line
+    with opener(path, "rb") as file:
+        lines = filter(None, (line.strip(b"\xef\xbb\xbf \t\r\n") for line in file))
+        first, second = next(lines, b""), next(lines, b"")
+    alone = kind_of(path) == ".json" and first.startswith(b"{") and not (second and first.endswith(b"}"))
     rows = _read_whole(path) if first == b"{" or first.startswith(b"[") or alone else None
     yield from iter_jsonl(path, on_bad=on_bad, opener=opener) if rows is None else enumerate(rows, start=1)
 
@@ -106,8 +104,11 @@ def _read_whole(path: Path) -> list[Row]:
         raise UserError(
             f"{path}: the key {brief(error.args[0])} occurs twice in one object; keep one of them"
         ) from None
-    except RecursionError:
-        raise UserError(f"{path}, row 1: broken JSON (lists or objects nested too deeply); correct it") from None
+    except (RecursionError, ValueError):
+        raise UserError(
+            f"{path}, row 1: broken JSON (lists or objects nested too deeply, or a number of thousands of digits); "
+            "correct it"
+        ) from None
     rows = values[0] if len(values) == 1 else values
     if isinstance(rows, dict):
         (name, inner), *others = rows.items() or [("", None)]
@@ -147,7 +148,8 @@ def _read_table(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
         line = len((content[: error.start] + b"?").splitlines())
         raise UserError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     csv.field_size_limit(sys.maxsize)
-    delimiter = max(DELIMITERS, key=next(StringIO(text, newline=""), "").count)
+    delimiters = DELIMITERS if kind_of(path) == ".csv" else ("\t", ",", ";")  # the first of equals is taken
+    delimiter = max(delimiters, key=next(StringIO(text, newline=""), "").count)
     reader = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
     line, number = 1, 0
     header: list[str] = []
@@ -170,7 +172,13 @@ def _read_table(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
                     continue
                 yield number, _typed(row)
     except csv.Error as error:
-        on_bad(f"{path}, line {line}: broken CSV ({error}); correct the row or remove it")
+        kind = kind_of(path)[1:].upper()
+        problem = (
+            str(error)
+            if "expected after" not in str(error)
+            else ("a field that begins with a quote must end with one, and quotes in it are doubled")
+        )
+        on_bad(f"{path}, line {line}: broken {kind} ({problem}); correct the row or remove it")
 
 
 def _typed(row: dict[str, str]) -> Row:

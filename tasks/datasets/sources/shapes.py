@@ -82,7 +82,7 @@ RANKING = Shape(
     {"prompt": "Tea?", "answers": [{"answer": "Green tea.", "rank": 1}, {"answer": "No.", "rank": 2}]},
 )
 DEMONSTRATION = Shape(
-    "`prompt`, `response` (or `completion`, `output`, `answer`)",
+    "`prompt`, `response` (or `completion`, `output`; with `question`, `instruction` or `query` also `answer`)",
     "demonstration",
     {"prompt": "Tea?", "response": "Green tea."},
 )
@@ -205,7 +205,9 @@ def layout_of(columns: tuple[str, ...]) -> Layout:
     if layout.shape in (DEMONSTRATION, CONVERSATION):
         changes["label"] = first(LABELS)
     layout = replace(layout, **changes)
-    of_label = LABEL_COLUMNS if layout.is_pair else LABEL_COLUMNS[:1] if layout.shape is VOTED else ()
+    of_label: tuple[str, ...] = LABEL_COLUMNS[:1] if layout.shape is VOTED else ()
+    if layout.is_pair:  # without annotators `task` and `time` are not of a label
+        of_label = LABEL_COLUMNS if "annotator" in columns else ("annotator", "tie", *ENDED)
     known = {*layout.read, *of_label} - {layout.label}
     further = tuple(name for name in columns if name not in known)
     return replace(layout, further=further, suspects=_suspects(layout, further))
@@ -529,7 +531,10 @@ def _turns(value: object, name: str) -> Conversation:
 def _reply(row: Row, layout: Layout, name: str, prompt: Conversation) -> tuple[Conversation, str]:
     """A column with an answer, and the prompt, which a whole conversation may make longer."""
     try:
-        return dialogues.parse_reply(row[name], prompt, strip=dialogues.is_transcript(row.get(layout.prompt)))
+        value, asked = row[name], row.get(layout.prompt)
+        if isinstance(value, str) and _texts(asked):  # each cell is a list of one text; else an answer may be a list
+            value = dialogues.unlisted(value)
+        return dialogues.parse_reply(value, prompt, strip=dialogues.is_transcript(asked))
     except ShapeError as error:
         raise ShapeError(f"{name}: {error}") from None
     except BrokenConversation as error:

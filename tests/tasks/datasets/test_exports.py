@@ -126,6 +126,15 @@ def test_label_studio_pairwise(convert):
     ]
 
 
+def test_what_is_said_beside_the_prompt_of_a_task_is_read_or_refused(convert, examples):
+    rows, _ = convert("tasks.json", [task(1, annotation(1, left()), system="Be brief.")])
+    (example,) = examples(rows)
+    assert [turn["content"] for turn in example.prompt] == ["Be brief.", PROMPT]
+    rows, _ = convert("tasks.json", [task(1, annotation(1, left()), context="At sea.")])
+    with pytest.raises(UserError, match="context"):
+        examples(rows)
+
+
 def test_label_studio_left_is_the_first_name_of_the_control_or_the_lower_number(convert):
     """Whatever the order of the fields."""
     turned = task(1, annotation(1, left()))
@@ -345,7 +354,7 @@ def test_line_ends_of_tables(convert, end):
         ("prompt,response\na,b\nc\n", "line 3: 1 fields, and the header has 2"),
         ('prompt,response\n"a\nb",c\nd,e,f\n', "line 4: 3 fields, and the header has 2"),
         ('prompt,response\na,b\nc,"d\n', "line 3: broken CSV"),
-        ('prompt,response\na,"b"c\n', "line 2: broken CSV"),
+        ('prompt,response\na,"b"c\n', "line 2: broken CSV (a field that begins with a quote must end with one"),
         ("prompt,chosen,rejected,tie\na,b,c,maybe\n", "line 2: tie: expected true, false or nothing, got 'maybe'"),
         ("prompt,prompt\na,b\n", "line 1: two columns of one name"),
         (b"prompt,response\na,b\nc,\xe4\n", "line 3: not UTF-8"),
@@ -419,6 +428,16 @@ def nested(parent=None):
         for one in TREE
         if one["parent_id"] == parent
     ]
+
+
+def test_openassistant_as_a_table(convert):
+    columns = ("message_id", "parent_id", "role", "text", "rank", "deleted")
+    lines = [",".join(columns)]
+    for one in TREE[:4] + TREE[6:7]:
+        found = {"deleted": False, "rank": "", **one}
+        lines.append(",".join(f'"{"" if found[name] is None else found[name]}"' for name in columns))
+    rows, _ = convert("oasst.csv", "\n".join(lines) + "\n")
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [(OATS, CAKE), (CAKE, EGGS), (OATS, EGGS)]
 
 
 @pytest.mark.parametrize("content", [TREE, [{"message_tree_id": "q", "tree_state": "ready", "prompt": nested()[0]}]])

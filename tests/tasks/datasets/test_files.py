@@ -1,7 +1,9 @@
 """Files below data/raw/: which count, in which order, and the messages about broken ones."""
 
+import errno
 import gzip
 import json
+import os
 import re
 
 import pyarrow
@@ -159,6 +161,7 @@ FORMS = {
     "list.jsonl": f"[{ROW}, {ROW}]",
     "pretty.jsonl": "\n".join([json.dumps(json.loads(ROW), indent=2)] * 2),
     "inside.json": json.dumps({"data": [json.loads(ROW)] * 2}, indent=2),
+    "first.json": '{"data": [' + f"{ROW},\n{ROW}]\n}}\n",
     "pandas.json": json.dumps({name: {"0": text, "1": text} for name, text in json.loads(ROW).items()}, indent=1),
     "table.csv": ",prompt,chosen,rejected\n0,question,a,b\n1,question,a,b\n",
     "table.tsv": "prompt\tchosen\trejected\nquestion\ta\tb\nquestion\ta\tb\n",
@@ -196,6 +199,25 @@ def test_a_broken_list_and_a_broken_archive_are_one_line(raw):
     (place / "set/more.json").unlink()
     (place / "set/more.jsonl.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
     with pytest.raises(UserError, match=r"more\.jsonl\.gz: cannot be unpacked"):
+        read(place)
+    (place / "set/more.jsonl.gz").unlink()
+    (place / "set/more.jsonl.bz2").write_bytes(b"no archive")
+    with pytest.raises(UserError, match=r"more\.jsonl\.bz2: cannot be unpacked"):
+        read(place)
+    (place / "set/more.jsonl.bz2").unlink()
+    (place / "set/more.json").write_text("[1" + "0" * 5000 + "]")
+    with pytest.raises(UserError, match="a number of thousands of digits"):
+        read(place)
+
+
+def test_a_file_that_may_not_be_read_is_one_line(raw, monkeypatch):
+    place = raw(train=ROWS)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tasks.datasets.sources.formats.open", refuse, raising=False)
+    with pytest.raises(UserError, match=r"train\.jsonl: cannot be read \(Permission denied\)"):
         read(place)
 
 

@@ -628,7 +628,14 @@ def test_what_a_reader_must_know_is_said(place, tmp_path, capsys):
     import_data(tmp_path / "train.jsonl", place)
     printed = capsys.readouterr().out
     assert "10 of 40 answers begin with their prompt, which is kept" in printed
-    assert "all rows train, also those with another split" in printed
+    assert "all rows train, also those of another split" in printed
+    for row in rows:
+        del row["split"]
+    write_jsonl(tmp_path / "hub/train/0.jsonl", rows[::2])
+    write_jsonl(tmp_path / "hub/test/0.jsonl", rows[1::2])
+    import_data(tmp_path / "hub", place)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "0.jsonl: " in line and "pairs" in line]
+    assert ["of another split" in line for line in sorted(lines)] == [True, False]
 
 
 def test_one_thought_is_written_once_and_for_the_assistant(place, tmp_path):

@@ -35,6 +35,9 @@ def reply(text):
         ({"prompt": [SYSTEM, USER]}, [SYSTEM, USER], []),
         ({"prompt": [USER | {"name": "x"}], "response": "Hi"}, [USER], ["Hi"]),
         ({"messages": [SYSTEM, USER, ASSISTANT]}, [SYSTEM, USER], ["Hi"]),
+        ({"messages": [SYSTEM | {"content": " "}, USER, ASSISTANT]}, [USER], ["Hi"]),
+        ({"instruction": "Hello", "output": '["Paris", "Rome"]'}, [USER], ['["Paris", "Rome"]']),
+        ({"instruction": "Hello", "output": '["Paris"]'}, [USER], ['["Paris"]']),
         ({"prompt": "Hello", "messages": [USER, ASSISTANT]}, [USER], ["Hi"]),
         ({"chosen": [USER, ASSISTANT], "rejected": [USER, reply("No")]}, [USER], ["Hi", "No"]),
         ({"prompt": "Hello", "chosen": [USER, ASSISTANT], "rejected": [USER, reply("No")]}, [USER], ["Hi", "No"]),
@@ -171,6 +174,11 @@ def test_a_pair_keeps_no_column_of_its_label(examples):
     label = {"annotator": "anna", "time": "now", "order": [1, 2], "tie": False, "task": "7", "chosen_ended": True}
     (example,) = examples([{"prompt": "Hello", "chosen": "Hi", "rejected": "No", "source": "web"} | label])
     assert example.extra == {"source": "web"}
+
+
+def test_without_an_annotator_task_and_time_are_further_columns(examples):
+    (example,) = examples([{"prompt": "Hello", "chosen": "Hi", "rejected": "No", "task": "7", "time": "now"}])
+    assert example.extra == {"task": "7", "time": "now"}
 
 
 def test_a_value_that_is_nested_too_deeply_is_left_out(examples):
