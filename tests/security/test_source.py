@@ -25,7 +25,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "YAML that is not safe",
     ): "reads the project's own example for the places of its "
     "values; the round-trip loader makes no objects of other classes",
-    ("tasks/training/scorer.py", "from_pretrained without trust_remote_code"): "reads generation_config.json, no code",
 }
 """(file, what) -> why it is harmless there."""
 

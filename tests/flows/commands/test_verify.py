@@ -86,7 +86,7 @@ def edit(root: Path, file: str, old: str, new: str) -> None:
 
 def snapshot(root: Path) -> dict[str, str]:
     """Every file of the workspace with the hash of its bytes, without git's, notes of hashes, locks, compiled code."""
-    leave = {".git", "tmp", "__pycache__", "hashes.json", "gc.lock"}
+    leave = {".git", "tmp", "__pycache__", "hashes.json", "gc.lock", "worktrees.lock"}
     files = [path for path in root.rglob("*") if path.is_file() and not leave & set(path.parts[len(root.parts) :])]
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 

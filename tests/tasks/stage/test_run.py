@@ -22,9 +22,9 @@ from rlhf_core.errors import UserError
 from tasks.params.stages import STAGES, params_model
 from tasks.stage import gpus as gpu_locks
 from tasks.stage.gpus import LOCKS_VARIABLE
-from tasks.stage.run import OUTCOME_VARIABLE, main, require_older_code, run
+from tasks.stage.run import main, require_older_code, run
 from tasks.stage.stage import Stage
-from tasks.tracking.settings import HOLD_VARIABLE
+from tasks.tracking.settings import HOLD_VARIABLE, OUTCOME_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 
