@@ -29,6 +29,7 @@ STARTING = Path("work") / "prefect-up.lock"
 """Held by `leash up` while it starts the server."""
 PASSWORD = Path("work") / "prefect-auth"
 """The user name and password of the server of `leash up`, as Prefect's settings take them; only the user reads it."""
+BUSY_SECONDS = 20.0
 START_SECONDS = 90.0
 """How long a server may take to answer: the first start makes its database."""
 
@@ -49,6 +50,14 @@ def status(url: str, auth: str = "") -> int | None:
 def answers(url: str) -> bool:
     """Whether an HTTP server answers at `url` (Prefect: `http://127.0.0.1:4200/api`), with a status below 500."""
     return (status(without_credentials(url).rstrip("/") + "/health") or 500) < 500
+
+
+def answers_soon(url: str) -> bool:
+    """As `answers`, tried again for some seconds: a busy server is not a lost one."""
+    end = time.monotonic() + BUSY_SECONDS
+    while not (found := answers(url)) and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
 
 
 def configured_url(root: Path) -> str | None:
@@ -85,7 +94,7 @@ def up(root: Path, port: int) -> str:
     """
     with held(root / STARTING, START_SECONDS, "starts the Prefect server"):
         if record := _record(root):
-            if answers(record["url"]):
+            if answers_soon(record["url"]):
                 return record["url"]
             down(root)  # it hangs
             end = time.monotonic() + 5.0

@@ -39,7 +39,7 @@ _OF_A_REPOSITORY = (
 """Variables that tie git to the repository of a hook; those with credentials and settings stay."""
 WORKTREES = Path("work") / "worktrees.lock"
 """Held by `git worktree`, which fails where another one runs at the same moment."""
-WORKTREE_SECONDS = 60.0
+WORKTREE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)

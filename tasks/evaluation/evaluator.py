@@ -27,7 +27,7 @@ from rlhf_core.evaluation.wins import wins
 from rlhf_core.functions.process import RewardFunction
 from rlhf_core.models.hf import context_length
 from rlhf_core.models.sampling import SamplingSettings, sample
-from rlhf_core.models.scorers import REWARD_MODEL_NAME, models_of, require_room
+from rlhf_core.models.scorers import REWARD_MODEL_NAME, RewardModelScorer, parts_of, require_room
 from tasks.datasets.jsonl import Row
 from tasks.judging.pair_judge import pair_judge_of
 from tasks.params.judge import JudgeParams
@@ -221,7 +221,8 @@ class Evaluator:
     ) -> list[list[int]]:
         """Answers of a model with another tokenizer, in the SFT model's tokens: as many as all models that read them
         hold."""
-        readers = [self.reference.model, *models_of(self.scorer), *models_of(self.judging)]
+        models = parts_of((self.scorer, self.judging), RewardModelScorer)
+        readers = [self.reference.model, *(one.model for one in models if one.own is None)]
         context, prompts = min(map(context_length, readers)), self.prompt_ids(self.reference)
         return [
             encode_response(self.reference.tokenizer, text, end)[: context - len(prompts[i])]

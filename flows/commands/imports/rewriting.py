@@ -64,6 +64,9 @@ class Rewriting:
             new = self.names.get(name, name)
             if name in self.ignored or (new == name and name in renamed):
                 continue  # a renamed column takes the place of one that has the name
+            if name in ("data", "fields") and isinstance(value, dict):  # of exports of annotations
+                seen.update(value)
+                value = dict(self._columns(value, seen))
             value = self._value(value, seen)
             if self.parse_template and isinstance(value, str) and (new in CONTENT or ANSWER.fullmatch(new)):
                 value = templates.parse(value)

@@ -130,7 +130,7 @@ class Study:
                 raise
             except Exception as error:  # also Prefect's and the operating system's: the other trials go on
                 address = os.environ.get("PREFECT_API_URL")
-                if address and not server.answers(address):  # all others would fail, too
+                if address and not server.answers_soon(address):  # all others would fail, too
                     trial.state = WAITING
                     raise UserError(
                         f"the Prefect server at {without_credentials(address)} does not answer; the same command "
@@ -246,8 +246,9 @@ def study(
         finally:
             states = [trial.state for trial in made.trials]
             counts = {f"trials_{state}": float(states.count(state)) for state in (FINISHED, FAILED)}
+            broken = isinstance(sys.exc_info()[1], Exception) or not states or FAILED in states
             stopped = WAITING in states or RUNNING in states
-            status: Status = "KILLED" if stopped else "FAILED" if FAILED in states else "FINISHED"
+            status: Status = "KILLED" if stopped else "FAILED" if broken else "FINISHED"
             with suppress(OSError, UserError):
                 record_study(home, made.label, status, counts, [made.folder / TABLE, made.folder / PICTURE])
     print(f"\n{text}\n\ntables and picture: {made.folder}", flush=True)

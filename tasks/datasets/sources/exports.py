@@ -25,7 +25,7 @@ class Judgement(NamedTuple):
 
     row: int
     prompt: Json
-    """The columns of the question: `prompt`, None where there is none, and those of `CONTEXT`."""
+    """The columns of the question: the prompt, None where there is none, and those of `CONTEXT`."""
     answers: Mapping[str, str]
     """By name; the first one is the left one of two."""
     question: str
@@ -133,10 +133,11 @@ def _problem(judgement: Judgement) -> str | None:
     """What makes a judgement unreadable, and what is expected."""
     if len(judgement.answers) < 2:
         return "no answers to compare; expected a prompt and two or more texts such as answer1, answer2"
-    if judgement.prompt["prompt"] is None:
+    asked = next(iter(judgement.prompt.values()))
+    if asked is None:
         return f"no prompt; expected a column {', '.join(PROMPTS[:-1])} or {PROMPTS[-1]}"
     try:
-        parse_conversation(judgement.prompt["prompt"])
+        parse_conversation(asked)
     except ShapeError as error:
         return f"prompt: {error}"
     if _ranks(judgement) is None:
@@ -158,8 +159,8 @@ def _pairs(judgement: Judgement) -> Iterator[Numbered]:
 
 def _prompt_of(data: Json) -> Json:
     """The prompt, with columns beside it that say more of the question: read or refused as in other files."""
-    prompt = next((data[name] for name in PROMPTS if data.get(name)), None)
-    return {"prompt": prompt} | {name: data[name] for name in CONTEXT if data.get(name)}
+    asked = next((name for name in PROMPTS if data.get(name)), "prompt")
+    return {asked: data.get(asked) or None} | {name: data[name] for name in CONTEXT if data.get(name)}
 
 
 def _texts_of(data: Json) -> dict[str, str]:

@@ -9,6 +9,7 @@ import pytest
 
 from flows.commands.imports import importer
 from flows.commands.imports.importer import import_data
+from flows.commands.imports.rewriting import Rewriting
 from rlhf_core.errors import UserError
 from tasks.datasets.jsonl import write_jsonl
 from tasks.datasets.problems import Problems
@@ -65,6 +66,12 @@ def task(number, *annotations, **data):
         "updated_by": 1,
         "comment_authors": [],
     }
+
+
+def write_task(folder, **data):
+    place = folder / "one.json"
+    place.write_text(json.dumps([task(1, annotation(1, left()), **data)]), encoding="utf-8")
+    return place
 
 
 def annotation(by, *results, cancelled=False):
@@ -126,13 +133,18 @@ def test_label_studio_pairwise(convert):
     ]
 
 
-def test_what_is_said_beside_the_prompt_of_a_task_is_read_or_refused(convert, examples):
+def test_what_is_said_beside_the_prompt_of_a_task_is_read_or_refused(convert, examples, tmp_path):
     rows, _ = convert("tasks.json", [task(1, annotation(1, left()), system="Be brief.")])
     (example,) = examples(rows)
     assert [turn["content"] for turn in example.prompt] == ["Be brief.", PROMPT]
     rows, _ = convert("tasks.json", [task(1, annotation(1, left()), context="At sea.")])
     with pytest.raises(UserError, match="context"):
         examples(rows)
+    [changed] = Rewriting(ignored={"context"}).rows(write_task(tmp_path, context="At sea."), set())
+    assert "context" not in changed["data"]
+    rows, _ = convert("tasks.json", [task(1, annotation(1, left()), prompt="", instruction="Eat.", context="At sea.")])
+    (example,) = examples(rows)
+    assert "At sea." in example.prompt[0]["content"]
 
 
 def test_label_studio_left_is_the_first_name_of_the_control_or_the_lower_number(convert):
