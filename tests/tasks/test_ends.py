@@ -4,6 +4,7 @@ samples, and the reward model and what is trained read one of them."""
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.scoring import RewardSource, ScoreNormalisation, reference_scores
 from rlhf_core.ppo.trainer import PPOTrainer
 from tasks import rejection_sft
+from tasks.evaluate import BEST_OF_N, best_of_n
 from tasks.evaluation import evaluator
 from tasks.evaluation.evaluator import Evaluator, load_candidate
 from tasks.judging import preference_pairs
@@ -28,7 +30,7 @@ from tasks.select import save_policy
 from tasks.training import candidates
 from tasks.training.pairs import response_tokens
 from tests.tasks.conftest import TINY
-from tests.tasks.training.test_candidates import REJECTION
+from tests.tasks.training.test_candidates import REJECTION, REJECTION_OUTS
 
 EOS, STOP, ROLE, TEXT = 1, 2, 3, 7
 MakeStage = Callable[..., Any]
@@ -141,6 +143,41 @@ def of_candidates(
     return scorer.ids
 
 
+def of_rejection(
+    root: Path, stops: list[str], make_stage: MakeStage, asked: Rows, patch: pytest.MonkeyPatch
+) -> list[list[int]]:
+    """What rejection sampling trains on."""
+    learned: list[list[int]] = []
+
+    def learn(model: object, training: Sequence[Any], validation: Sequence[Any], *_: object) -> None:
+        learned.extend(one.response for one in (*training, *validation))
+        raise StopIteration
+
+    patch.setattr(candidates, "scorer_of", lambda *_: Seen())
+    patch.setattr(rejection_sft, "fine_tune", learn)
+    settings = REJECTION.model_copy(update={"stop_tokens": stops})
+    with pytest.raises(StopIteration):
+        rejection_sft.execute(make_stage("rejection_sft", settings, REJECTION_OUTS, {rejection_sft.PROMPTS: asked}))
+    return learned
+
+
+def of_best_of_n(
+    root: Path, stops: list[str], make_stage: MakeStage, asked: Rows, patch: pytest.MonkeyPatch
+) -> list[list[int]]:
+    """What judges read of the answers of best-of-n in the stage `evaluate`; the optimum has the sampled tokens."""
+    row = {"prompt_id": "a", "response": "", "response_ids": [20, STOP], "ended": True, "tokens": 2, "reward": 0.0}
+    stage = make_stage("evaluate", None, [], {BEST_OF_N: [row, row]}, blocks={"best_of_n": {"enabled": True, "n": [1]}})
+    seen = list[list[int]]()
+    tokenizer = SimpleNamespace(eos_token_id=EOS)
+    evaluation: Any = SimpleNamespace(
+        rows=[{"prompt_id": "a"}], reference=SimpleNamespace(tokenizer=tokenizer), judge=None, judging=None,
+        totals=lambda scorer, places, texts, ids: seen.extend(ids),
+    )  # fmt: skip
+    [found] = best_of_n(stage, evaluation).values()
+    assert [column.responses for column in found.columns] == [[[20, STOP]]] * 2
+    return seen
+
+
 def of_evaluator(
     root: Path, stops: list[str], make_stage: MakeStage, asked: Rows, patch: pytest.MonkeyPatch
 ) -> list[list[int]]:
@@ -155,8 +192,8 @@ def of_evaluator(
 
 @pytest.mark.parametrize(
     "sampled",
-    [of_trainer, of_reference, of_preferences, of_candidates, of_evaluator],
-    ids=["trainer", "reference", "preferences", "candidates", "evaluator"],
+    [of_trainer, of_reference, of_preferences, of_candidates, of_rejection, of_best_of_n, of_evaluator],
+    ids=["trainer", "reference", "preferences", "candidates", "rejection", "best of n", "evaluator"],
 )
 def test_rule_26_every_eos_of_the_model_ends_an_answer(
     sampled: Callable[..., list[list[int]]],
