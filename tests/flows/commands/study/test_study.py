@@ -142,6 +142,26 @@ def test_what_a_trial_prints_is_in_its_log_at_once(home: Path, monkeypatch: pyte
     assert (trial.state, seen) == ("failed", ["[7/11 ppo] step 1/30\n"])
 
 
+def test_where_the_server_is_lost_no_other_trial_fails(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial waits, the study ends with one line, and what the trial printed stays in its log."""
+
+    def run(space: Any, receive: Callable[[str], None], *_: Any) -> Any:
+        receive("[7/11 ppo] step 1/30")
+        raise UserError("exit 1")
+
+    monkeypatch.setattr("flows.isolated.run", run)
+    monkeypatch.setattr("flows.server.BUSY_SECONDS", 0.0)
+    monkeypatch.setenv("PREFECT_API_URL", "http://user:secret@127.0.0.1:1/api")
+    trials, head = [Trial(name, (), ()) for name in ("one", "two")], workspace.resolve(home, "HEAD")
+    read_params(home, head, trials)
+    made = Study(home, "betas", head, Call(()), Space((), (), ()), trials=trials)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"server at http://127\.0\.0\.1:1/api does not answer; .*\(exit 1"):
+            made.run()
+    assert [trial.state for trial in trials] == ["waiting"] * 2
+    assert (home / "work/studies/betas/logs/one.log").read_text() == "[7/11 ppo] step 1/30\n" * 2
+
+
 @pytest.mark.slow
 def test_a_search_finds_the_best_and_continues(home: Path, study: Callable[..., "subprocess.Popen[str]"]) -> None:
     words = ["-S", "ppo.kl.coef=interval(0.1,0.5)", "-S", "seed=1", "--name", "found", "--constraint",
