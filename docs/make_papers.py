@@ -7,10 +7,12 @@ The page has a pair of marks around each table; a test compares the tables with 
 """
 
 import io
+import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -27,6 +29,7 @@ from flows.commands.study.file import read_study  # noqa: E402
 from flows.commands.study.study import prepare  # noqa: E402
 from flows.commands.study.tables import Summary, markdown, summarise, text  # noqa: E402
 from tasks.page.canvas import canvas, label_axes, png, styled  # noqa: E402
+from tasks.params.methods import VARIANTS  # noqa: E402
 from tasks.records.recorded import read_results  # noqa: E402
 
 PAGE, FOLDER = HERE / "papers.md", HERE / "papers"
@@ -47,9 +50,9 @@ def export(name: str) -> None:
             print(f"{trial.name} is not finished")
             continue
         files = read_results(ROOT, found, "metrics/reward.json", "plots/frontier.csv")
-        rows = pd.read_csv(io.BytesIO(files["plots/frontier.csv"]))[KEPT].dropna(subset=["kl", "gold"])
+        rows = pd.read_csv(io.BytesIO(files["plots/frontier.csv"]))[KEPT].dropna(subset=["kl"])
         setting = {key.rsplit(".", 1)[-1]: value for key, value in trial.setting}
-        accuracy = pd.read_json(io.BytesIO(files["metrics/reward.json"]), typ="series")["heldout_accuracy"]
+        accuracy = json.loads(files["metrics/reward.json"]).get("heldout_accuracy")
         parts.append(rows.assign(**setting, seed=trial.params["seed"], accuracy=accuracy))
     FOLDER.mkdir(exist_ok=True)
     table = pd.concat(parts)
@@ -59,7 +62,7 @@ def export(name: str) -> None:
 
 def read(name: str) -> pd.DataFrame:
     """What `export` wrote. `d` is √KL and `gain` the gold score less that of SFT, of the same trial."""
-    table = pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False)
+    table = pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False, na_values={"gold": [""], "accuracy": [""]})
     keys = [str(column) for column in table if column not in [*KEPT, "accuracy"]]
     start = table[table.family == "sft"].set_index(keys).gold.rename("start")
     table = table.join(start, on=keys)
@@ -83,13 +86,13 @@ def by_seed(table: pd.DataFrame, value: Callable[[pd.DataFrame], float]) -> list
 
 
 def method_rows(table: pd.DataFrame, family: str) -> pd.DataFrame:
-    """The row of each trial: PPO's last snapshot, best of 16, or the method's model."""
+    """The row of each trial: PPO's last snapshot, the best of the most answers, or the method's model."""
     rows = table[table.family == family]
     if family not in FAMILIES:
         return rows
     points = rows.point.astype(float)
     trials = [rows[column] for column in rows if column not in [*KEPT, "accuracy", "start", "d", "gain"]]
-    return rows[points == (16.0 if family == "best_of_n" else points.groupby(trials).transform("max"))]
+    return rows[points == points.groupby(trials).transform("max")]
 
 
 # Gao, Schulman, Hilton 2022
@@ -235,22 +238,44 @@ def xu_effects(table: pd.DataFrame) -> str:
 # Ahmadian et al. 2024
 
 METHODS = {"ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "reinforce": "REINFORCE", "rejection_sft": "rejection SFT",
-           "dpo": "DPO", "best_of_n": "best of 16"}  # fmt: skip
+           "dpo": "DPO", "best_of_n": "best of {n}"}  # fmt: skip
+UPDATES = {"published": "one update of a rollout", "ppo-style": "PPO's updates", "dr-grpo": "Dr. GRPO"}
+"""What the cases of the studies change for the variants of PPO."""
 
 
-def ahmadian_table(table: pd.DataFrame) -> str:
-    """A row for each method; the differences are paired by seed."""
-    cells = [["method", "gold", "KL", "PPO less it"]]
-    ppo = by_seed(method_rows(table, "ppo"), lambda rows: rows.gold.iloc[0])
+def ahmadian_table(table: pd.DataFrame, score: str = "gold") -> str:
+    """A row for each method and case that differs from the others; the differences are paired by seed."""
+    cells = [["method", score, "KL", "PPO less it"]]
+    ppo = by_seed(method_rows(table[table.case == "published"], "ppo"), lambda rows: rows[score].iloc[0])
     for family, label in METHODS.items():
-        rows = method_rows(table, family)
-        if not len(rows):
-            continue
-        gold = by_seed(rows, lambda found: found.gold.iloc[0])
-        differences = [mine - other for mine, other in zip(ppo, gold, strict=True)]
-        cells.append([label, cell(gold), cell(rows.kl), "–" if family == "ppo" else cell(differences, "+.2f")])
+        for case, meaning in UPDATES.items():
+            rows = method_rows(table[table.case == case], family)
+            own = family in VARIANTS if case == "ppo-style" else family == "grpo" if case == "dr-grpo" else True
+            if not len(rows) or not own:
+                continue
+            found = by_seed(rows, lambda part: part[score].iloc[0])
+            differences = [mine - other for mine, other in zip(ppo, found, strict=True)]
+            name = label.format(n=rows.point.iloc[0]) + (f", {meaning}" if family in VARIANTS else "")
+            cells.append([name, cell(found), cell(rows.kl), "–" if family == "ppo" else cell(differences, "+.2f")])
     return markdown(cells)
 
+
+def ladder_table(table: pd.DataFrame) -> str:
+    """A row for each case, in the order of the study, and what it adds to the one above; paired by seed."""
+    cells = [["PPO", "gold", "KL", "more than above"]]
+    above: list[float] = []
+    for case, rows in table.groupby("case", sort=False):
+        last_steps = method_rows(rows, "ppo").sort_values("seed")
+        found = [float(gold) for gold in last_steps.gold]
+        added = cell([mine - other for mine, other in zip(found, above, strict=True)], "+.2f") if above else "–"
+        cells.append([RUNGS[str(case)], cell(found), cell(last_steps.kl), added])
+        above = found
+    return markdown(cells)
+
+
+RUNGS = {"raw": "64 answers a step, a new critic, scores as they are", "unit": "standardised scores",
+         "whitened": "normalised advantages", "warm-up": "the critic alone first", "batch": "512 answers a step",
+         "from-reward-model": "the critic starts from the reward model"}  # fmt: skip
 
 TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "gao": ("gao", gao_table),
@@ -260,6 +285,8 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "xu": ("xu", xu_table),
     "xu-effects": ("xu", xu_effects),
     "ahmadian": ("ahmadian", ahmadian_table),
+    "ahmadian-arithmetic": ("ahmadian-arithmetic", partial(ahmadian_table, score="reward")),
+    "ahmadian-ppo": ("ahmadian-ppo", ladder_table),
 }
 """Name of a pair of marks on the page: the study and what makes the table."""
 PICTURES: dict[str, Callable[[pd.DataFrame], bytes]] = {"gao": gao_picture}

@@ -70,14 +70,44 @@ def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType) -> None:
     assert "| DPO |  |  | 1.50" in papers.xu_table(table)
 
 
-def test_methods_are_compared_with_the_last_step_of_ppo_and_best_of_16(papers: ModuleType) -> None:
+def test_methods_are_compared_with_the_last_step_of_ppo_and_the_largest_n(papers: ModuleType) -> None:
+    """A case's row is there only for the methods that it changes."""
     rows = []
-    for seed in (1, 2, 3):
-        rows += [point("sft", 0, 0.0, 0.5, seed=seed), point("ppo", 4, 1.0, 9.0, seed=seed)]
-        rows += [point("ppo", 28, 3.0, 3.0, seed=seed), point("rloo", "", 3.0, 2.75, seed=seed)]
-        rows += [point("best_of_n", 4, 0.6, 9.0, seed=seed), point("best_of_n", 16, 1.8, 3.5, seed=seed)]
-    table = papers.ahmadian_table(store(papers, "ahmadian", rows))
-    assert [line.split("|")[4].split()[0] for line in table.splitlines()[2:]] == ["–", "+0.25", "−0.50"]
+    for case, seed in itertools.product(("published", "ppo-style", "dr-grpo"), (1, 2, 3)):
+        other = 0.5 * (case != "published")
+        rows += [point("sft", 0, 0.0, 0.5, case=case, seed=seed), point("ppo", 4, 1.0, 9.0, case=case, seed=seed)]
+        rows += [point("ppo", 28, 3.0, 3.0, case=case, seed=seed), point("dpo", 0, 3.0, 1.0, case=case, seed=seed)]
+        rows += [point("rloo", 0, 3.0, 2.75 - other, case=case, seed=seed)]
+        rows += [point("grpo", 0, 3.0, 2.0 + other, case=case, seed=seed)]
+        rows += [point("best_of_n", n, 0.6, gold, case=case, seed=seed) for n, gold in ((4, 9.0), (16, 3.5))]
+    lines = papers.ahmadian_table(store(papers, "ahmadian", rows)).splitlines()[2:]
+    assert {line.split("|")[1].strip(): line.split("|")[4].split()[0] for line in lines} == {
+        "PPO": "–", "RLOO, one update of a rollout": "+0.25", "RLOO, PPO's updates": "+0.75",
+        "GRPO, one update of a rollout": "+1.00", "GRPO, PPO's updates": "+0.50", "GRPO, Dr. GRPO": "+0.50",
+        "DPO": "+2.00", "best of 16": "−0.50",
+    }  # fmt: skip
+
+
+def test_without_gold_the_methods_are_compared_by_the_score(papers: ModuleType) -> None:
+    rows = []
+    for seed in (1, 2):
+        for family, place, reward in (("sft", 0, 0.4), ("ppo", 80, 0.9), ("rloo", 0, 0.7), ("best_of_n", 4, 0.8)):
+            setting = {"case": "published", "seed": seed}
+            rows.append(point(family, place, 1.0, "", **setting) | {"reward": reward, "accuracy": ""})
+    lines = papers.ahmadian_table(store(papers, "ahmadian-arithmetic", rows), "reward").splitlines()
+    assert "reward" in lines[0]
+    assert [line.split("|")[4].split()[0] for line in lines[2:]] == ["–", "+0.20", "+0.10"]
+
+
+def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
+    rows = [
+        point("ppo", place, 3.0, gold + seed, case=case, seed=seed)
+        for case, gold in zip(papers.RUNGS, (1.0, 1.5, 1.25, 2.0, 2.0, 3.0), strict=True)
+        for seed in (1, 2) for place in (4, 28)
+    ]  # fmt: skip
+    rows += [point("sft", 0, 0.0, 0.0, case=case, seed=seed) for case in papers.RUNGS for seed in (1, 2)]
+    lines = papers.ladder_table(store(papers, "ahmadian-ppo", rows)).splitlines()[2:]
+    assert [line.split("|")[4].split()[0] for line in lines] == ["–", "+0.50", "−0.25", "+0.75", "+0.00", "+1.00"]
 
 
 def test_ensembles_are_compared_with_one_reward_model(papers: ModuleType) -> None:

@@ -51,6 +51,11 @@ def parse_yaml(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected a mapping of blocks (ingest, base, sft, …)")
     _refuse_bomb(content, path)
+    return with_absent(content)
+
+
+def with_absent(content: dict[str, Any]) -> dict[str, Any]:
+    """The content, in which a method without its block is switched off, and `round` is there."""
     absent: dict[str, Any] = {"round": {}, **{method.name: {"enabled": False} for method in METHODS}}
     return content | {name: block for name, block in absent.items() if name not in content}
 

@@ -4,13 +4,16 @@ DVC documents its commands, not these names: pyproject.toml allows only versions
 fails with one line.
 """
 
+import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE
@@ -171,13 +174,31 @@ def parse_override(text: str) -> Override:
 def apply_overrides(root: Path, overrides: Sequence[str]) -> None:
     """Change params.yaml, or add what has its default; comments and what is not named stay. Raises UserError, naming
     the override."""
-    for one in overrides:
-        added = one if one.startswith(("+", "~")) else f"++{one}"
+    for one in overrides:  # ruamel.yaml writes no valid file where a block with a comment is removed and added at once
+        _apply(root / PARAMS_FILE, one)
+
+
+def overridden(content: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of params.yaml with the overrides, all at once. Raises UserError as `apply_overrides`."""
+    with TemporaryDirectory(prefix="leash-") as folder:
+        file = Path(folder) / "params.json"
+        file.write_text(json.dumps(content), encoding="utf-8")
         try:
-            hydra.apply_overrides(str(root / PARAMS_FILE), [added])
-        except DvcException as error:
-            reason = _one_line(error.__cause__ or error).split(" full_key:")[0]
-            raise UserError(f"-S {one}: {reason}") from None
+            _apply(file, *overrides)
+        except UserError:
+            for one in overrides:  # which of them it is
+                _apply(file, one)
+            raise
+        changed: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return changed
+
+
+def _apply(file: Path, *overrides: str) -> None:
+    try:
+        hydra.apply_overrides(str(file), [one if one.startswith(("+", "~")) else f"++{one}" for one in overrides])
+    except DvcException as error:
+        reason = _one_line(error.__cause__ or error).split(" full_key:")[0]
+        raise UserError(f"-S {overrides[0]}: {reason}") from None
 
 
 @contextmanager

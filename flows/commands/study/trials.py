@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import optuna
@@ -18,9 +17,9 @@ from flows import workspace
 from flows.isolated import as_name
 from rlhf_core.errors import UserError, did_you_mean
 from rlhf_core.files import atomic
-from tasks.params.loader import PARAMS_FILE, parse, read_yaml
+from tasks.params.loader import PARAMS_FILE, parse, parse_yaml, with_absent
 from tasks.params.methods import BY_NAME
-from tasks.stage.dvc_adapter import Override, apply_overrides, parse_override
+from tasks.stage.dvc_adapter import Override, overridden, parse_override
 
 SEED, CASE = "seed", "case"
 """`CASE` is how tables and names of trials call the cases of a study file."""
@@ -177,14 +176,10 @@ def read_params(home: Path, commit: str, trials: Iterable[Trial]) -> None:
     commit refuses."""
     from tasks.params.all import Params
 
-    text = workspace.git(home, "show", f"{commit}:{PARAMS_FILE}")
-    with TemporaryDirectory(prefix="leash-") as folder:
-        place = Path(folder) / PARAMS_FILE
-        for trial in trials:
-            place.write_text(text, encoding="utf-8")
-            apply_overrides(place.parent, trial.overrides)
-            trial.params = read_yaml(place)
-            parse(Params, trial.params, file=Path(trial.name, PARAMS_FILE))
+    content = parse_yaml(workspace.git(home, "show", f"{commit}:{PARAMS_FILE}"), PARAMS_FILE)
+    for trial in trials:
+        trial.params = with_absent(overridden(content, trial.overrides))
+        parse(Params, trial.params, file=Path(trial.name, PARAMS_FILE))
 
 
 def default_name(space: Space, commit: str) -> str:

@@ -57,8 +57,11 @@ def home(toy: Callable[..., Path]) -> Path:
         "ensembles": 35,
         "xu": 24,
         "xu-tuning": 3,
-        "ahmadian": 5,
+        "ahmadian": 15,
         "ahmadian-tuning": 3,
+        "ahmadian-ppo": 18,
+        "ahmadian-arithmetic": 6,
+        "ahmadian-arithmetic-tuning": 3,
     }.items(),
 )
 def test_every_trial_of_the_papers_has_valid_parameters(home: Path, paper: str, trials: int) -> None:
