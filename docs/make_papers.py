@@ -29,7 +29,6 @@ from flows.commands.study.file import read_study  # noqa: E402
 from flows.commands.study.study import prepare  # noqa: E402
 from flows.commands.study.tables import Summary, markdown, summarise, text  # noqa: E402
 from tasks.page.canvas import canvas, label_axes, png, styled  # noqa: E402
-from tasks.params.methods import VARIANTS  # noqa: E402
 from tasks.records.recorded import read_results  # noqa: E402
 
 PAGE, FOLDER = HERE / "papers.md", HERE / "papers"
@@ -238,9 +237,10 @@ def xu_effects(table: pd.DataFrame) -> str:
 # Ahmadian et al. 2024
 
 METHODS = {"ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "reinforce": "REINFORCE", "rejection_sft": "rejection SFT",
-           "dpo": "DPO", "best_of_n": "best of {n}"}  # fmt: skip
+           "hybrid": "PPO after rejection SFT", "dpo": "DPO", "best_of_n": "best of {n}"}  # fmt: skip
 UPDATES = {"published": "one update of a rollout", "ppo-style": "PPO's updates", "dr-grpo": "Dr. GRPO"}
-"""What the cases of the studies change for the variants of PPO."""
+"""What the cases of the studies change for the methods of `OF_REINFORCE`."""
+OF_REINFORCE = ("rloo", "grpo", "reinforce")
 
 
 def ahmadian_table(table: pd.DataFrame, score: str = "gold") -> str:
@@ -250,12 +250,12 @@ def ahmadian_table(table: pd.DataFrame, score: str = "gold") -> str:
     for family, label in METHODS.items():
         for case, meaning in UPDATES.items():
             rows = method_rows(table[table.case == case], family)
-            own = family in VARIANTS if case == "ppo-style" else family == "grpo" if case == "dr-grpo" else True
+            own = family in OF_REINFORCE if case == "ppo-style" else family == "grpo" if case == "dr-grpo" else True
             if not len(rows) or not own:
                 continue
             found = by_seed(rows, lambda part: part[score].iloc[0])
             differences = [mine - other for mine, other in zip(ppo, found, strict=True)]
-            name = label.format(n=rows.point.iloc[0]) + (f", {meaning}" if family in VARIANTS else "")
+            name = label.format(n=rows.point.iloc[0]) + (f", {meaning}" if family in OF_REINFORCE else "")
             cells.append([name, cell(found), cell(rows.kl), "–" if family == "ppo" else cell(differences, "+.2f")])
     return markdown(cells)
 
