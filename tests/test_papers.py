@@ -102,12 +102,12 @@ def test_without_gold_the_methods_are_compared_by_the_score(papers: ModuleType) 
 def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
     rows = [
         point("ppo", place, 3.0, gold + seed, case=case, seed=seed)
-        for case, gold in zip(papers.RUNGS, (1.0, 1.5, 1.25, 2.0, 2.0, 3.0), strict=True)
+        for case, gold in zip(papers.RUNGS, (1.0, 1.5, 1.25, 2.0, 2.0, 3.0, 3.5), strict=True)
         for seed in (1, 2) for place in (4, 28)
     ]  # fmt: skip
     rows += [point("sft", 0, 0.0, 0.0, case=case, seed=seed) for case in papers.RUNGS for seed in (1, 2)]
     lines = papers.ladder_table(store(papers, "ahmadian-ppo", rows)).splitlines()[2:]
-    assert [line.split("|")[4].split()[0] for line in lines] == ["–", "+0.50", "−0.25", "+0.75", "+0.00", "+1.00"]
+    assert [line.split("|")[4].split()[0] for line in lines] == ["–", "+0.50", "−0.25", "+0.75", "+0.00", "+1.00", "+0.50"]
 
 
 def test_ensembles_are_compared_with_one_reward_model(papers: ModuleType) -> None:

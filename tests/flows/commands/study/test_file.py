@@ -59,7 +59,7 @@ def home(toy: Callable[..., Path]) -> Path:
         "xu-tuning": 3,
         "ahmadian": 15,
         "ahmadian-tuning": 3,
-        "ahmadian-ppo": 18,
+        "ahmadian-ppo": 21,
         "ahmadian-arithmetic": 6,
         "ahmadian-arithmetic-tuning": 3,
     }.items(),
