@@ -188,7 +188,7 @@ def gradients(trainer: PPOTrainer, rollout: Rollout, row: int, weights: Mapping[
     """−Σ_t A_t·∇log π(a_t) of one response, for each kind of advantages; one flat vector each."""
     parameters = trainer.models.trained()["policy"]
     batch = rollout.batch([row], trainer.pad_id)
-    predictions, _ = trainer.models.forward(batch)
+    predictions, _ = trainer.models.read(batch, lambda p: p)
     logprobs = batch.spread(logprobs_and_entropy(predictions, batch.response_tokens, trainer.config.temperature)[0])
     found = {}
     for name, table_ in weights.items():

@@ -36,6 +36,7 @@ from flows.commands.study.tables import standard_error, summarise
 from flows.environment import find_root
 from rlhf_core.config.reward import RewardConfig
 from rlhf_core.data.chat import Conversation, canonical
+from rlhf_core.data.scorer import Answers
 from rlhf_core.data.tokenizer import encode_prompt, encode_response, load_tokenizer
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
@@ -53,7 +54,13 @@ from tasks.stage.run import quiet_libraries
 CHOICES = {"random": 0, "margin": 1, "disagreement": 3}
 """How many reward models each choice reads; the first one is measured."""
 EXACT = NoisyAnnotators(RubricJudge(), temperature=0.0, flip_rate=0.0, seed=0)
+
 RESAMPLES = 2000
+
+
+def prefers(annotators: NoisyAnnotators, prompt: Conversation, a: str, b: str, *key: int) -> bool | None:
+    """Whether they choose `a`; None for a tie."""
+    return annotators.choose(*annotators.judge(Answers([prompt, prompt], [a, b])).total, key)
 
 
 def main() -> None:
@@ -137,7 +144,7 @@ def tasks_of(samples: Path, split: str) -> list[Task]:
 
 def exact_row(task: Task) -> Row:
     """A pair with the label of the rubric, as `leash annotate --export` writes it."""
-    wins = EXACT.prefer(task.prompt, *task.answers, key=())
+    wins = prefers(EXACT, task.prompt, *task.answers)
     return {**as_pair(task, swapped=wins is False), "tie": wins is None}
 
 
@@ -211,7 +218,7 @@ def train_and_measure(
         save_checkpoint(folder, model.cpu(), study.tokenizer)
     scores = score_pairs(place(model), study.heldout, pad_id, study.reward.batch_size)
     kept = [row for row in rows if not row["tie"]]
-    wrong = sum(EXACT.prefer(row["prompt"], row["chosen"], row["rejected"], key=()) is False for row in kept)
+    wrong = sum(prefers(EXACT, row["prompt"], row["chosen"], row["rejected"]) is False for row in kept)
     return Point(
         choice, seed, len(rows), len(rows) - len(kept), wrong, len(training), scores.right.double().numpy()
     ), folders
@@ -284,7 +291,7 @@ def label(address: str, annotators: NoisyAnnotators) -> None:
     while (task := view["task"]) is not None:
         prompt: Conversation = [{"role": turn["role"], "content": turn["text"]} for turn in task["prompt"]]
         first, second = (answer["text"] for answer in task["answers"])
-        wins = annotators.prefer(prompt, first, second, key=(int(task["id"], 16),))
+        wins = prefers(annotators, prompt, first, second, int(task["id"], 16))
         verdict = {"action": "tie"} if wins is None else {"action": "rank", "ranking": [0, 1] if wins else [1, 0]}
         view = call("POST", "/api/judge", {"task": task["id"], **verdict})
 

@@ -275,7 +275,8 @@ def ladder_table(table: pd.DataFrame) -> str:
 
 RUNGS = {"raw": "64 answers a step, a new critic, scores as they are", "unit": "standardised scores",
          "whitened": "normalised advantages", "warm-up": "the critic alone first", "batch": "512 answers a step",
-         "from-reward-model": "the critic starts from the reward model", "demo": "no steps for the critic alone"}  # fmt: skip
+         "from-reward-model": "the critic starts from the reward model",
+         "demo": "no steps for the critic alone"}  # fmt: skip
 
 TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "gao": ("gao", gao_table),

@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -16,9 +15,7 @@ from flows.stages import FAILED, UP_TO_DATE, Outcome, PipelineFailed
 from flows.text import table
 from rlhf_core.errors import UserError
 from tasks.naming import project_name
-from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, read_yaml
-from tasks.params.methods import BY_NAME
-from tasks.params.scorer import MADE_FOR_IT
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml, why_switched_off
 from tasks.tracking.settings import without_credentials
 
 Forecast = Mapping[str, tuple[str, list[str]]]
@@ -50,7 +47,8 @@ def run(
 
             parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
         address = remote.require(root, pull, push)
-        off = switched_off(root / PARAMS_FILE).intersection(graph.stages)
+        content = read_yaml(root / PARAMS_FILE) if (root / PARAMS_FILE).exists() else {}
+        off = {stage for stage in graph.stages if why_switched_off(content, stage)}
         expected = project.forecast(graph, force)
         plan = any(what != UNCHANGED for what, _ in expected.values())
         if dry_run:
@@ -79,14 +77,6 @@ def run(
                     terminal.end(Outcome(stage, UP_TO_DATE, 0.0))
     print("\n" + terminal.closing_table(), flush=True)
     return _print_failure(failure) if failure else 0
-
-
-def switched_off(params: Path) -> set[str]:
-    """The stages that only write empty outputs; none where the file cannot be read."""
-    with suppress(UserError, AttributeError):
-        content = read_yaml(params)
-        return {name for name in (*MADE_FOR_IT, *BY_NAME) if is_switched_off(content, name)}
-    return set()
 
 
 def first_line(expected: Forecast, off: Collection[str]) -> str:

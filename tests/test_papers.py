@@ -107,7 +107,15 @@ def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
     ]  # fmt: skip
     rows += [point("sft", 0, 0.0, 0.0, case=case, seed=seed) for case in papers.RUNGS for seed in (1, 2)]
     lines = papers.ladder_table(store(papers, "ahmadian-ppo", rows)).splitlines()[2:]
-    assert [line.split("|")[4].split()[0] for line in lines] == ["–", "+0.50", "−0.25", "+0.75", "+0.00", "+1.00", "+0.50"]
+    assert [line.split("|")[4].split()[0] for line in lines] == [
+        "–",
+        "+0.50",
+        "−0.25",
+        "+0.75",
+        "+0.00",
+        "+1.00",
+        "+0.50",
+    ]
 
 
 def test_ensembles_are_compared_with_one_reward_model(papers: ModuleType) -> None:

@@ -9,7 +9,6 @@ from itertools import combinations
 from rlhf_core.data.chat import Conversation
 from rlhf_core.data.scorer import Answers, Scored, Scorer
 from rlhf_core.demo.rubric import gold_score
-from rlhf_core.errors import UserError
 
 TIE = 1e-9
 
@@ -60,19 +59,8 @@ class NoisyAnnotators:
     flip_rate: float
     seed: int
 
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"the annotators' temperature must be a finite number >= 0, not {self.temperature}")
-        if not 0 <= self.flip_rate <= 1:
-            raise UserError(f"the annotators' flip rate must be between 0 and 1, not {self.flip_rate}")
-
-    def prefer(self, prompt: Conversation, a: str, b: str, key: tuple[int, ...]) -> bool | None:
-        """True where `a` is chosen, False where `b` is, None for a tie (scores within 1e-9)."""
-        score_a, score_b = self.judge(Answers([prompt, prompt], [a, b])).total
-        return self.choose(score_a, score_b, key)
-
     def choose(self, score_a: float, score_b: float, key: tuple[int, ...]) -> bool | None:
-        """`prefer` on scores that are already known."""
+        """True where the first is chosen, False where the second is, None for a tie (scores within 1e-9)."""
         if abs(score_a - score_b) <= TIE:
             return None
         choice, mistake = _uniforms(self.seed, key)

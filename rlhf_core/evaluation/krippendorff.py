@@ -3,32 +3,27 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import permutations
-from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
-Level = Literal["nominal", "interval", "ordinal"]
 
 
-def krippendorff_alpha(units: Sequence[Mapping[str, float]], level: Level = "nominal") -> float | None:
+def krippendorff_alpha(units: Sequence[Mapping[str, float]]) -> float | None:
     """1 for perfect agreement, 0 for chance, negative below it; None where no unit has two values, or where all values
     are equal (then nothing could have disagreed).
 
-    A unit maps annotator to value; units with one value are ignored. `level`: how far two values differ. Krippendorff,
+    A unit maps annotator to value; units with one value are ignored, values are equal or not (nominal). Krippendorff,
     "Computing Krippendorff's Alpha-Reliability", 2011.
     """
-    return _alpha(_patterns(units), level)
+    return _alpha(_patterns(units))
 
 
-def alpha_interval(units: Sequence[Mapping[str, float]], level: Level = "nominal") -> tuple[float, float] | None:
+def alpha_interval(units: Sequence[Mapping[str, float]]) -> tuple[float, float] | None:
     """The 95% interval of alpha with other units of the same kind: alpha ± 1.96 standard errors of the delete-one
     jackknife over units with two or more values (Efron and Tibshirani 1993, chapter 11). No random number is drawn.
     None where there is no alpha, and where one unit decides whether there is one."""
     patterns = _patterns(units)
-    alpha, n = _alpha(patterns, level), patterns.total()
-    without = {pattern: _alpha(patterns - Counter([pattern]), level) for pattern in patterns}
+    alpha, n = _alpha(patterns), patterns.total()
+    without = {pattern: _alpha(patterns - Counter([pattern])) for pattern in patterns}
     left = [(value, patterns[pattern]) for pattern, value in without.items() if value is not None]
     if alpha is None or len(left) < len(patterns):
         return None
@@ -42,7 +37,7 @@ def _patterns(units: Iterable[Mapping[str, float]]) -> Counter[tuple[float, ...]
     return Counter(tuple(sorted(unit.values())) for unit in units if len(unit) > 1)
 
 
-def _alpha(patterns: Counter[tuple[float, ...]], level: Level) -> float | None:
+def _alpha(patterns: Counter[tuple[float, ...]]) -> float | None:
     values = np.unique([value for pattern in patterns for value in pattern])
     if len(values) < 2:
         return None
@@ -52,17 +47,8 @@ def _alpha(patterns: Counter[tuple[float, ...]], level: Level) -> float | None:
         coincidences += count * (np.outer(found, found) - np.diag(found)) / (len(pattern) - 1)
     totals = coincidences.sum(axis=0)
     by_chance = (np.outer(totals, totals) - np.diag(totals)) / (totals.sum() - 1)
-    distances = _distances(values, totals, level)
-    return float(1 - (coincidences * distances).sum() / (by_chance * distances).sum())
-
-
-def _distances(values: Array, totals: Array, level: Level) -> Array:
-    """The squared difference of every two values: "ordinal" counts the values between them, "nominal" is 0 or 1."""
-    if level == "nominal":
-        return 1.0 - np.eye(len(values))
-    positions = values if level == "interval" else np.cumsum(totals) - totals / 2
-    differences: Array = (positions[:, None] - positions[None, :]) ** 2
-    return differences
+    differs = 1.0 - np.eye(len(values))
+    return float(1 - (coincidences * differs).sum() / (by_chance * differs).sum())
 
 
 def agreements(units: Iterable[Mapping[str, float]]) -> dict[str, list[bool]]:

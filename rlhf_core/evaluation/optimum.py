@@ -82,11 +82,11 @@ def optimum(draws: Draws, beta: float) -> Optimum:
     return Optimum(beta, float(kls.mean()), float((1.0 / (weights**2).sum(axis=1)).mean()), weights)
 
 
-def ceiling(draws: Draws, betas: Sequence[float] = BETAS) -> list[Optimum]:
+def ceiling(draws: Draws) -> list[Optimum]:
     """The optimum for each β that the samples determine (`LEAST_EFFECTIVE`), by rising KL; from the first β on that
     they do not determine, none is listed."""
     found: list[Optimum] = []
-    for beta in sorted(betas, reverse=True):
+    for beta in sorted(BETAS, reverse=True):
         point = optimum(draws, beta)
         if point.effective_samples < LEAST_EFFECTIVE:
             break

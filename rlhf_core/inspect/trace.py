@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
 from rlhf_core.finite import at_step
+from rlhf_core.models.head import Predictions
 from rlhf_core.models.masked import masked_mean
 from rlhf_core.ppo.advantages import compute_gae
 from rlhf_core.ppo.credit import assign_credit
@@ -326,7 +327,7 @@ def _rows_of(tables: dict[str, Tensor], row: int, length: int) -> list[dict[str,
 @torch.no_grad()
 def _probabilities(trainer: PPOTrainer, rollout: Rollout, row: int) -> Float[Tensor, "time vocabulary"]:
     """The policy's distribution at each position of the response, at the sampling temperature."""
-    logits = trainer.models.predict(rollout.batch([row], trainer.pad_id)).logits()
+    logits = trainer.models.read_policy(rollout.batch([row], trainer.pad_id), Predictions.logits)
     return (logits / trainer.config.temperature).softmax(dim=-1)
 
 

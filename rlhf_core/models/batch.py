@@ -138,16 +138,14 @@ def map_batches(
     pad_id: int,
     batch_size: int,
     device: torch.device,
-    most_tokens: int | None = None,
     counted: Sequence[Sequence[bool] | None] | None = None,
 ) -> list[Result]:
     """`read` on padded batches of at most `batch_size` rows of similar length, each with at most the tokens of a
-    training pass, or `most_tokens` if they are fewer; it returns one result a row. The results are in the order of the
-    rows. `counted` as in `pad_batch`. Raises ValueError where there are not as many responses as prompts."""
+    training pass; it returns one result a row. The results are in the order of the rows. `counted` as in `pad_batch`.
+    Raises ValueError where there are not as many responses as prompts."""
     lengths = [(len(prompt), max(1, len(response))) for prompt, response in zip(prompts, responses, strict=True)]
-    tokens = min(tokens_per_pass(device), most_tokens or tokens_per_pass(device))
     found: dict[int, Result] = {}
-    for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens):
+    for rows in micro_batches(range(len(lengths)), lengths, batch_size, tokens_per_pass(device)):
         report("reading", len(found), len(lengths))
         some = None if counted is None else [counted[i] for i in rows]
         batch = pad_batch([prompts[i] for i in rows], [responses[i] for i in rows], pad_id, device, some)

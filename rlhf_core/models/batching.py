@@ -1,11 +1,8 @@
 """Batches of rows of similar length, which need less padding."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
-
-Result = TypeVar("Result")
 
 TOKENS_ON_CPU = 2048
 """Tokens of a training pass, padding included; larger passes do not fit into the cache. It changes results by rounding
@@ -16,27 +13,6 @@ TOKENS_ON_ACCELERATOR = 2**17
 def tokens_per_pass(device: torch.device) -> int:
     """Tokens of a training pass on this device, padding included."""
     return TOKENS_ON_CPU if device.type == "cpu" else TOKENS_ON_ACCELERATOR
-
-
-def in_length_order(
-    lengths: Sequence[int], batch_size: int, work: Callable[[list[int]], Iterable[Result]]
-) -> list[Result]:
-    """`work` on all rows, `batch_size` at a time, rows of similar length together.
-
-    Args:
-        lengths: of each row, in tokens.
-        batch_size: rows of a batch.
-        work: receives the places of some rows and returns one result for each, in their order.
-
-    Returns:
-        The results in the order of `lengths`.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    results: dict[int, Result] = {}
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        results |= zip(rows, work(rows), strict=True)
-    return [results[i] for i in range(len(lengths))]
 
 
 def packed_batches(

@@ -110,11 +110,6 @@ class Predictions:
         """Those of some tokens, by any index of the first dimension."""
         return replace(self, hidden=self.hidden[tokens], states=None if self.states is None else self.states[tokens])
 
-    def frozen(self) -> "Predictions":
-        """The same logits without gradient, also after the weights have changed; for few tokens."""
-        with torch.no_grad():
-            return Predictions(self.logits().clone())
-
 
 def read(model: PreTrainedModel, keep: Int[Tensor, "kept"], inputs: dict[str, Any]) -> Predictions:
     """One forward pass: the predictions of each row at the columns `keep`, [rows, kept, hidden]. Where the model's

@@ -48,7 +48,6 @@ BUFFERS = re.compile(r"(?:inv_freq|masked_bias|causal_mask|position_ids|embed_po
 """Tensors of older versions of transformers that can be computed: masks and positions."""
 Log = Callable[[str], None]
 
-UNSTABLE_FILES = ("training_args.bin",)
 UNSTABLE_KEYS = {"tokenizer_config.json": ("local_files_only", "name_or_path"), "config.json": ("_name_or_path",)}
 
 
@@ -511,8 +510,6 @@ def save_checkpoint(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedT
         setattr(model.config, BIAS, weights.pop("score.bias").item())
     model.save_pretrained(folder, state_dict=weights, safe_serialization=True)
     tokenizer.save_pretrained(folder)
-    for name in UNSTABLE_FILES:
-        (folder / name).unlink(missing_ok=True)
     for name, keys in UNSTABLE_KEYS.items():
         path = folder / name
         if path.exists():

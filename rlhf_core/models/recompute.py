@@ -4,8 +4,6 @@ kept."""
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from inspect import signature
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -32,10 +30,8 @@ def recomputing(
     modes = [model.training for model in models]
     for model in models:
         try:
-            options: dict[str, Any] = {"use_reentrant": False}
-            if contexts is not None:
-                options["context_fn"] = partial(contexts, model)
-            _enable(model, options, every_n_layers=1 if layers is True else layers)
+            options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": partial(contexts, model)})
+            model.activation_checkpointing_enable(options, every_n_layers=int(layers))
         except ValueError as error:
             raise UserError(f"gradient_checkpointing: {error}; set it to false") from None
         model.train()
@@ -43,24 +39,5 @@ def recomputing(
         yield
     finally:
         for model, mode in zip(models, modes, strict=True):
-            _method(model, "disable")()
+            model.activation_checkpointing_disable()
             model.train(mode)
-
-
-def _method(model: PreTrainedModel, name: str) -> Callable[..., None]:
-    """`activation_checkpointing_<name>`, which is `gradient_checkpointing_<name>` before transformers 5.23."""
-    found: Callable[..., None] | None = getattr(model, f"activation_checkpointing_{name}", None)
-    return found or getattr(model, f"gradient_checkpointing_{name}")
-
-
-def _enable(model: PreTrainedModel, options: dict[str, Any], every_n_layers: int) -> None:
-    """Raises UserError for every n-th layer where transformers has every layer only."""
-    enable = _method(model, "enable")
-    if "every_n_layers" in signature(enable).parameters:
-        enable(options, every_n_layers=every_n_layers)
-    elif every_n_layers == 1:
-        enable(options)
-    else:
-        raise UserError(
-            f"gradient_checkpointing: {every_n_layers} (every n-th layer) needs transformers >= 5.23; set it to true"
-        )

@@ -18,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel
 from rlhf_core.determinism import stream
 from rlhf_core.errors import UserError
 from rlhf_core.models.batch import positions_of
-from rlhf_core.models.batching import in_length_order
 from rlhf_core.models.masked import masked_log_softmax
 from rlhf_core.progress import report
 
@@ -65,21 +64,17 @@ def sample(
 
     `batch_size` rows run side by side, prompts of similar length together; it changes no sample beyond float near-ties.
     """
-
-    done = 0
-
-    def work(rows: list[int]) -> list[Outcome]:
-        nonlocal done
-        chosen, their_keys = [prompts[i] for i in rows], [keys[i] for i in rows]
+    order, outcomes = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), dict[int, Outcome]()
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        chosen, their_keys, found = [prompts[i] for i in rows], [keys[i] for i in rows], list[Outcome]()
         states = _decode(model, chosen, their_keys, max_new_tokens, temperature, stop_ids, pad_id)
         for length, found in enumerate(states, start=1):
             drawn = sum(len(tokens) == length for tokens, _, _ in found)
-            report("sampling", done + len(rows) * length / max_new_tokens, len(prompts), drawn)
-        done += len(rows)
-        return found
-
-    outcomes = in_length_order([len(prompt) for prompt in prompts], batch_size, work)
-    return Sampled([r for r, _, _ in outcomes], [p for _, p, _ in outcomes], [e for _, _, e in outcomes])
+            report("sampling", start + len(rows) * length / max_new_tokens, len(prompts), drawn)
+        outcomes |= zip(rows, found, strict=True)
+    in_order = [outcomes[i] for i in range(len(prompts))]
+    return Sampled([r for r, _, _ in in_order], [p for _, p, _ in in_order], [e for _, _, e in in_order])
 
 
 @torch.no_grad()

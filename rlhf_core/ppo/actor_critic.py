@@ -122,11 +122,6 @@ class ActorCritic:
         """Whether there is a critic."""
         return self.critic is not None or self.head is not None
 
-    def forward(self, batch: TokenBatch, trains_policy: bool = True) -> tuple[Predictions, Values]:
-        """What the policy predicts for each response token, without padding; and V(s_t) as in `read`. Not for divided
-        models, whose output layer is whole in `read` only."""
-        return self.read(batch, lambda predictions: predictions, trains_policy)
-
     def read(
         self,
         batch: TokenBatch,
@@ -166,20 +161,16 @@ class ActorCritic:
     def compare(self, batch: TokenBatch, temperature: float) -> tuple[Compared, Values, Compared | None]:
         """Log-probabilities of policy and reference, their exact KL, and V(s_t) as in `read`; without a graph. Last
         the same of policy and fixed reference, where the reference moves."""
-        values = self.values(batch)
 
-        def compared() -> tuple[list[Compared], Tensor | None]:
-            predictions, found = predict(self.policy, batch), list[Compared]()
+        def compared(predictions: Predictions) -> list[Compared]:
+            found = list[Compared]()
             for fixed in (False,) if self.moving is None else (False, True):
                 with self.as_reference(fixed) as reference:
                     compare = partial(_compared, predictions, reference, batch, temperature)
                     found.append(within(reference, compare))
-            return found, predictions.states
+            return found
 
-        with self.autocast():
-            (found, *to_fixed), states = within(self.policy, compared)
-        if self.head is not None and states is not None:
-            values = batch.spread(self.head(states.float())[..., 0])
+        (found, *to_fixed), values = self.read(batch, compared)
         return found, values, to_fixed[0] if to_fixed else None
 
     def read_policy(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
@@ -190,19 +181,14 @@ class ActorCritic:
     def read_reference(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:
         """A function of the reference's predictions, which have no gradient; it can be called in a function of the
         policy's."""
+
+        def read(model: PreTrainedModel) -> Result:
+            with torch.no_grad(), self.autocast():
+                predictions = predict(model, batch)
+            return function(predictions)
+
         with self.as_reference() as model:
-            return within(model, lambda: function(self.predict_as_reference(batch)))
-
-    def predict(self, batch: TokenBatch) -> Predictions:
-        """The policy's predictions alone."""
-        with self.autocast():
-            return predict(self.policy, batch)
-
-    @torch.no_grad()
-    def predict_as_reference(self, batch: TokenBatch) -> Predictions:
-        """The reference's predictions."""
-        with self.autocast(), self.as_reference() as model:
-            return predict(model, batch)
+            return within(model, partial(read, model))
 
     @contextmanager
     def as_reference(self, fixed: bool = False) -> Iterator[PreTrainedModel]:

@@ -20,10 +20,9 @@ from rlhf_core.ppo.rollout import Credit, Rollout
 @dataclass(frozen=True)
 class Pass:
     """One forward pass of policy and critic over some rows of a rollout, and the rollout's values of them: [b, t], 0 on
-    padding; the predictions are those of the real tokens only."""
+    padding."""
 
     batch: TokenBatch
-    predictions: Predictions
     logprobs: Float[Tensor, "rows time"]
     entropy: Float[Tensor, "rows time"]
     """Of π_θ, with gradient, where it is a term of the loss; else that of π_old, which the rollout has."""
@@ -57,7 +56,7 @@ class Pass:
         `mean_length`: of the minibatch's answers, in tokens. `values`: those of the critic, where its pass is done
         already."""
 
-        def read(predictions: Predictions) -> tuple[Predictions, Tensor, Tensor | None, Tensor | None]:
+        def read(predictions: Predictions) -> tuple[Tensor, Tensor | None, Tensor | None]:
             entropy, kl = None, None
             if config.entropy_coef:
                 logprobs, entropy = logprobs_and_entropy(predictions, batch.response_tokens, config.temperature)
@@ -65,9 +64,9 @@ class Pass:
                 logprobs = action_logprobs(predictions, batch.response_tokens, config.temperature)
             if config.kl.penalty == "loss" and config.kl.estimator == "full":
                 kl = models.read_reference(batch, lambda other: exact_kl(predictions, other, config.temperature))
-            return predictions, logprobs, entropy, kl
+            return logprobs, entropy, kl
 
-        (predictions, logprobs, entropy, kl), values = models.read(batch, read, trains_policy, values)
+        (logprobs, entropy, kl), values = models.read(batch, read, trains_policy, values)
         old, reference, engine, old_values, advantages, returns = (
             table[rows, : batch.time]
             for table in (
@@ -78,7 +77,6 @@ class Pass:
         lengths = batch.mask.sum(dim=1, keepdim=True)
         return cls(
             batch=batch,
-            predictions=predictions,
             logprobs=batch.spread(logprobs),
             entropy=rollout.old_entropy[rows, : batch.time] if entropy is None else batch.spread(entropy),
             exact_kl=None if kl is None else batch.spread(kl),

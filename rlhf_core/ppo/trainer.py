@@ -32,7 +32,7 @@ from rlhf_core.ppo.actor_critic import ActorCritic, require_equal_start
 from rlhf_core.ppo.credit import assign_credit
 from rlhf_core.ppo.diagnostics import step_row
 from rlhf_core.ppo.engines import engine_of
-from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, KLController, estimate_kl
+from rlhf_core.ppo.kl import AdaptiveKLController, FixedKLController, estimate_kl
 from rlhf_core.ppo.losses import compute_value_loss
 from rlhf_core.ppo.objective import Pass, losses_of
 from rlhf_core.ppo.optimizers import build_optimizers, schedule
@@ -110,13 +110,10 @@ class PPOTrainer:
         self.prompts, self.rows = list(prompts), None if rows is None else list(rows)
         self.prompt_ids = [encode_prompt(tokenizer, prompt) for prompt in prompts]
         self.scoring = Scoring(config.score, source, int(tokenizer.eos_token_id))
-        self.controller: KLController
-        if config.kl.controller == "fixed":
-            self.controller = FixedKLController(config.kl.coef)
-        else:
-            self.controller = AdaptiveKLController(
-                config.kl.coef, config.kl.target, config.kl.horizon, config.batch_size
-            )
+        kl = config.kl
+        self.controller = FixedKLController(kl.coef)
+        if kl.controller == "adaptive":
+            self.controller = AdaptiveKLController(kl.coef, kl.target, kl.horizon)
         self.optimizers = build_optimizers(models.trained(), config)
         self.schedulers = {name: schedule(name, optimizer, config) for name, optimizer in self.optimizers.items()}
         self.text = TextMix.of(text, config, self.pad_id, seed)

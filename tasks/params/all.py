@@ -27,6 +27,7 @@ from tasks.params.round import RoundParams
 from tasks.params.runtime import RuntimeParams
 from tasks.params.scorer import Terms, default_terms, is_reward_model, uses_reward_model
 from tasks.params.select import SelectParams
+from tasks.params.stages import params_model
 
 RESERVED = ("sft", "policy", "ppo", "prompt", *BY_NAME)
 """Names that no model of a user may have: the comparison uses them."""
@@ -279,7 +280,7 @@ class _Params(Block):
 
 
 def _block(method: Method) -> Any:
-    model: Any = method.model()
+    model: Any = params_model(method.name)
     return model, Field(default_factory=partial(model, enabled=False), description=method.meaning)
 
 

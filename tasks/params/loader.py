@@ -125,11 +125,6 @@ def why_switched_off(content: dict[str, Any], stage: str) -> str:
     return f"{stage}.enabled is false in {PARAMS_FILE}" if block.get("enabled") is False and stage != "sft" else ""
 
 
-def is_switched_off(content: dict[str, Any], stage: str) -> bool:
-    """Whether the stage only writes empty outputs."""
-    return bool(why_switched_off(content, stage))
-
-
 def read_threads(path: Path) -> int | None:
     """`threads` of the file; None where it cannot be read."""
     with suppress(UserError):

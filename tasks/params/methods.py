@@ -2,9 +2,6 @@
 one."""
 
 from dataclasses import dataclass
-from importlib import import_module
-
-from rlhf_core.config.block import Block
 
 
 @dataclass(frozen=True)
@@ -26,12 +23,6 @@ class Method:
     """Whether it runs PPO's loop with other settings."""
     built_on: tuple[str, ...] = ()
     """Methods whose training cost is part of its own."""
-
-    def model(self) -> type[Block]:
-        """The class of its parameters; it has the field `enabled`."""
-        module, name = self.params.split(":")
-        found: type[Block] = getattr(import_module(module), name)
-        return found
 
 
 VARIANT = "tasks.params.variant:VariantParams"

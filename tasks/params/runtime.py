@@ -1,8 +1,8 @@
 """The `runtime:` block: what cannot change a result. No stage tracks it; editing it retrains nothing."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from rlhf_core.config.block import Block
 
@@ -46,10 +46,3 @@ class RuntimeParams(Block):
     functions: FunctionParams = FunctionParams()
     on_alert: Literal["warn", "stop"] = "warn"
     """On an alert of PPO: report it and continue, or end the run. To continue an ended run, set `warn`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_workers(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "dataloader_workers" in values:
-            raise ValueError("dataloader_workers has no effect any more: no stage uses a data loader; remove it")
-        return values

@@ -1,7 +1,6 @@
 """What the driver and its commands need of DVC's Python packages; no other module imports them, and no stage does.
 
-DVC documents its commands, not these names: pyproject.toml allows only versions that have them, and another version
-fails with one line.
+DVC documents its commands, not these names: pyproject.toml allows only versions that have them.
 """
 
 import json
@@ -10,29 +9,20 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from dvc.config import Config, merge
+from dvc.exceptions import DvcException
+from dvc.repo import Repo
+from dvc.utils import hydra
+from dvc_data.hashfile.hash_info import HashInfo
 
 from rlhf_core.errors import UserError
 from tasks.params.loader import PARAMS_FILE
 from tasks.stage.dvc_files import Project, Stored, cache_folder, locked
 from tasks.tracking.settings import without_credentials
-
-CHANGED = (
-    f"dvc {version('dvc')} or dvc-data {version('dvc-data')} has changed what tasks/stage/dvc_adapter.py uses: %s; "
-    "install the versions of constraints.txt"
-)
-
-try:
-    from dvc.config import Config, merge
-    from dvc.exceptions import DvcException
-    from dvc.repo import Repo
-    from dvc.utils import hydra
-    from dvc_data.hashfile.hash_info import HashInfo
-except ImportError as error:
-    raise ImportError(CHANGED % error) from error
 
 
 def stored_files(root: Path, digest: str) -> dict[str, Stored]:
@@ -219,8 +209,6 @@ def _readable(root: Path) -> Iterator[None]:
     except DvcException as error:
         reason = _one_line(error).replace(f"{root}{os.sep}", "")
         raise UserError(f"dvc.yaml or dvc.lock: DVC cannot read the graph: {reason}") from error
-    except (AttributeError, TypeError) as error:
-        raise ImportError(CHANGED % error) from error
 
 
 def _one_line(error: Exception) -> str:

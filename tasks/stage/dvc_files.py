@@ -235,7 +235,7 @@ class Definition:
         cannot be read."""
         found: dict[str, Any] = {}
         for file, names in self.params_of.items():
-            content = _read(self.project.root / file)
+            content = read_file(self.project.root / file)
             for name in names:
                 with suppress(KeyError, TypeError):
                     found[name] = _value(content, name)
@@ -299,7 +299,7 @@ class Project:
         """Raises UserError where a file cannot be read."""
         self.root = root
         self.hashes = Hashes(root)
-        stages, records = ((_read(root / name).get("stages") or {}) for name in (GRAPH_FILE, LOCK_FILE))
+        stages, records = ((read_file(root / name).get("stages") or {}) for name in (GRAPH_FILE, LOCK_FILE))
         for name, found in ((GRAPH_FILE, stages), (LOCK_FILE, records)):
             if not isinstance(found, dict):
                 raise _unreadable(name, "`stages` is no mapping")
@@ -361,7 +361,7 @@ class Project:
             for name in sorted(names):
                 if name.endswith(".dvc") and not self.hashes.is_ignored(f"{here}/{name}", False):
                     path = Path(here, name).relative_to(self.root)
-                    outs = _read(self.root / path).get("outs") or []
+                    outs = read_file(self.root / path).get("outs") or []
                     yield (
                         path.as_posix(),
                         tuple(File((path.parent / one["path"]).as_posix(), one.get("md5"), True, self) for one in outs),
@@ -547,7 +547,7 @@ def cache_folder(root: Path) -> Path:
     return folder.resolve() / "files" / "md5"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
     """A file of DVC's or of parameters, YAML or JSON; empty where it is missing. Raises UserError."""
     try:
         content = YAML(typ="safe").load(path.read_text(encoding="utf-8"))

@@ -8,13 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
-
 from rlhf_core.errors import UserError
-from tasks.params.loader import PARAMS_FILE, is_switched_off, parse, read_yaml
+from tasks.params.loader import PARAMS_FILE, parse, read_yaml, why_switched_off
 from tasks.params.runtime import RuntimeParams
 from tasks.stage.definition import UNTRACKED, edited_files, git, git_state, is_code
-from tasks.stage.dvc_files import Definition, digest, open_project
+from tasks.stage.dvc_files import Definition, digest, open_project, read_file
 from tasks.tracking import record, settings
 from tasks.tracking.sync import SECONDS_AT_THE_END, SYNC_SECONDS, start_sidecar, sync
 
@@ -27,7 +25,7 @@ def identity(root: Path, content: dict[str, Any]) -> dict[str, Any]:
     """The pipeline run of a project's raw data, closed rounds, parameters and commands: its `key`, and what MLflow
     shows of it."""
     kept = {name: value for name, value in content.items() if name not in UNTRACKED and value != {}}
-    commands = {name: stage["cmd"] for name, stage in _yaml(root / "dvc.yaml").get("stages", {}).items()}
+    commands = {name: stage["cmd"] for name, stage in read_file(root / "dvc.yaml").get("stages", {}).items()}
     data, rounds = _data(root), len(list((root / "rounds").glob("*.dvc")))
     commit, dirty = git_state(root)
     tags = {"leash.data": data[:16], "leash.dirty": str(dirty).lower(), "mlflow.source.name": "leash"}
@@ -111,7 +109,7 @@ def collect(root: Path) -> Path | None:
             return None
         with open_project(root) as project:
             for stage in project.stages:
-                if stage.name in WITHOUT_RUN or is_switched_off(content, stage.name):
+                if stage.name in WITHOUT_RUN or why_switched_off(content, stage.name):
                     continue
                 params = dict(stage.recorded_params)
                 shown = [out for out in stage.outs if out.path in record.shown_files(stage.name)]
@@ -166,7 +164,7 @@ def run_url(root: Path) -> str | None:
 def _data(root: Path) -> str:
     """A hash of what was imported and of the closed rounds: their `.dvc` files hold the hashes of the contents; of
     other raw files, name, size and time."""
-    found = [(path.relative_to(root).as_posix(), [out.get("md5") for out in _yaml(path).get("outs", [])])
+    found = [(path.relative_to(root).as_posix(), [out.get("md5") for out in read_file(path).get("outs", [])])
              for folder in ("data", "rounds") for path in sorted((root / folder).rglob("*.dvc"))]  # fmt: skip
     if not (root / "data/raw.dvc").exists():
         files = sorted(path for path in (root / "data/raw").rglob("*") if path.is_file() and path.stem != "README")
@@ -174,11 +172,3 @@ def _data(root: Path) -> str:
         found += [(path.relative_to(root).as_posix(), [str(path.stat().st_size), str(path.stat().st_mtime_ns)])
                   for path in others if path.name != ".gitignore"]  # fmt: skip
     return digest(found)
-
-
-def _yaml(path: Path) -> dict[str, Any]:
-    """A .dvc file or dvc.yaml; empty where it is missing."""
-    if not path.is_file():
-        return {}
-    content: dict[str, Any] = YAML(typ="safe").load(path.read_text(encoding="utf-8")) or {}
-    return content

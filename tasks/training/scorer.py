@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # `leash trace` has no stage, and needs neither DVC nor MLflo
     from tasks.stage.stage import Stage
 
 REWARD = "models/reward"
-SFT = "models/sft"
 JUDGING_MODEL = "judging reward model"
 """Name of the reward model that PPO is not trained on (`reward.judge_share`)."""
 EXTRA = "extra"

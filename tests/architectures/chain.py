@@ -311,7 +311,7 @@ class Chain:
         trainer = self.steps(self.trainer(**SHARED))
         batch = pad_batch(self.prompts[:2], [[5, 6, 7], [8]], self.pad_id)
         with torch.no_grad():
-            _, values = trainer.models.forward(batch)
+            _, values = trainer.models.read(batch, lambda p: p)
         critic = trainer.models.finished_critic()
         assert critic is not None
         assert values.abs().max() > 0

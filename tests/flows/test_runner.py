@@ -10,7 +10,6 @@ import pytest
 from flows import runner, server, terminal
 from flows.graph import MAY_RUN, RESTORES, RUNS, UNCHANGED
 from flows.stages import FAILED, Outcome, PipelineFailed, StageCrash, StageUserError
-from tasks.params.methods import BY_NAME
 
 
 class Left(Exception):
@@ -63,14 +62,6 @@ def test_a_dry_run_runs_nothing(
     }  # fmt: skip
     assert (root / "log.txt").read_text() == before
     assert not (root / "one.out").exists()
-
-
-def test_methods_that_are_switched_off(tmp_path: Path) -> None:
-    (tmp_path / "params.yaml").write_text("dpo: {enabled: true}\nrloo: {enabled: false}\n")
-    assert runner.switched_off(tmp_path / "params.yaml") == set(BY_NAME) - {"dpo"}
-    assert runner.switched_off(tmp_path / "missing.yaml") == set()
-    (tmp_path / "params.yaml").write_text("scorer: [{term: mine.py, weight: 1}]\n")
-    assert runner.switched_off(tmp_path / "params.yaml") == {"preferences", "reward", *BY_NAME}
 
 
 @pytest.mark.parametrize(

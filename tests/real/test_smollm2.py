@@ -119,7 +119,7 @@ def test_adams_first_step_is_the_learning_rate(eps: float, least: float, most: f
     trainer = make(optimizer={"eps": eps, "warmup_steps": 0})
     rollout = trainer.rollout()
     batch = rollout.batch(range(len(rollout.texts)), trainer.pad_id)
-    predictions, _ = trainer.models.forward(batch)
+    predictions, _ = trainer.models.read(batch, lambda p: p)
     logprobs, _ = logprobs_and_entropy(predictions, batch.response_tokens)
     (100 * logprobs.mean()).backward()  # type: ignore[no-untyped-call]
     parameters = trainer.models.trained()["policy"]

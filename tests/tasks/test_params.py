@@ -11,7 +11,7 @@ from rlhf_core.data.tokenizer import ROLES
 from rlhf_core.errors import UserError
 from tasks.params import base
 from tasks.params.all import Params
-from tasks.params.loader import is_switched_off, parse, read_yaml, with_derived
+from tasks.params.loader import parse, read_yaml, why_switched_off, with_derived
 from tasks.params.methods import METHODS
 from tasks.params.scorer import DEFAULT, functions, is_reward_model, uses_reward_model
 from tasks.params.variant import Recipe, VariantParams
@@ -54,18 +54,13 @@ def test_without_sft_the_base_model_must_be_trained(content: Content) -> None:
     """Settings of SFT may stand beside it; the stage runs, and `ingest` and `check_data` follow it."""
     put(content, "sft.enabled", False)
     parse(Params, content)
-    assert not is_switched_off(content, "sft")
+    assert not why_switched_off(content, "sft")
     assert with_derived(content)["sft_enabled"] is False
     assert all(with_derived({"sft": block})["sft_enabled"] for block in ({}, {"enabled": True}, None))
     put(content, "sft.max_tokens", 10_000)
     parse(Params, content)
     with pytest.raises(UserError, match=r"sft\.enabled is false, so the policy would start from the random weights of"):
         parse(Params, put(content, "base.pretrain.steps", 0))
-
-
-def test_a_removed_key_is_refused_by_name(content: Content) -> None:
-    with pytest.raises(UserError, match=r"dataloader_workers has no effect any more: .*; remove it"):
-        parse(Params, put(content, "runtime.dataloader_workers", 0))
 
 
 def test_a_method_without_a_block_is_off(written: Callable[[str], Content], content: Content) -> None:
@@ -344,8 +339,8 @@ def rated(content: Content) -> Content:
 
 def test_ratings_need_data_of_the_user_and_make_no_pairs(content: Content) -> None:
     assert parse(Params, rated(content)).preferences.source == "ratings"
-    assert is_switched_off(content, "preferences")
-    assert not is_switched_off(content, "reward")
+    assert why_switched_off(content, "preferences")
+    assert not why_switched_off(content, "reward")
     for name, value, says in (
         (
             "ipo.enabled",

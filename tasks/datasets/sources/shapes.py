@@ -24,7 +24,7 @@ RESPONSES = ("response", "completion", "output", "answer")
 TURNS = ("messages", "conversations", "conversation")
 RANKED = ("answers", "responses", "completions")
 LABELS = ("label", "kto_tag")
-TEXT, HISTORY, LABEL = "text", "history", "label"
+TEXT, HISTORY = "text", "history"
 ENDED = ("chosen_ended", "rejected_ended")
 LABEL_COLUMNS = ("annotator", "time", "order", "tie", "task", *ENDED)
 """Columns that a pair may have: who labelled it, when, the places (from 1) at which chosen and rejected were shown,

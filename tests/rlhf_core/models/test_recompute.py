@@ -68,45 +68,6 @@ def test_an_architecture_without_it_is_refused_in_one_line(
         pass
 
 
-def with_older_methods(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, enable: Callable[..., None]) -> None:
-    """The model as in transformers before 5.23, whose methods have other names."""
-    disable = model.activation_checkpointing_disable
-    for name in ("activation_checkpointing_enable", "activation_checkpointing_disable"):
-        monkeypatch.delattr(PreTrainedModel, name)
-    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_enable", enable)
-    monkeypatch.setattr(PreTrainedModel, "gradient_checkpointing_disable", lambda _: disable())
-
-
-def test_an_older_transformers_has_every_layer(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    enable, calls = model.activation_checkpointing_enable, []
-
-    def older(self: PreTrainedModel, gradient_checkpointing_kwargs: dict[str, object]) -> None:
-        calls.append(gradient_checkpointing_kwargs)
-        enable(gradient_checkpointing_kwargs)
-
-    everything, gradient = saved_and_gradient(model, False)
-    with_older_methods(model, monkeypatch, older)
-    fewer, other = saved_and_gradient(model, True)
-    assert calls == [{"use_reentrant": False}]
-    assert fewer < everything
-    assert torch.allclose(other, gradient, rtol=1e-5, atol=1e-7)
-    with pytest.raises(UserError, match=r"^gradient_checkpointing: 2 .* needs transformers"), recomputing([model], 2):
-        pass
-
-
-def test_an_older_transformers_may_have_every_nth(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    enable, calls = model.activation_checkpointing_enable, []
-
-    def older(self: PreTrainedModel, gradient_checkpointing_kwargs: object, every_n_layers: int = 1) -> None:
-        calls.append(every_n_layers)
-        enable(gradient_checkpointing_kwargs, every_n_layers)
-
-    with_older_methods(model, monkeypatch, older)
-    with recomputing([model], 2):
-        pass
-    assert calls == [2]
-
-
 @pytest.mark.parametrize("layers", [True, 2])
 def test_ppo_takes_every_nth(layers: Recomputed, make_trainer: Callable[..., object]) -> None:
     trainer = make_trainer(gradient_checkpointing=layers)

@@ -39,10 +39,10 @@ def test_failure_12_a_shared_critic_reads_policy_and_values_in_one_pass(kind: st
     models = make_trainer(kind, **SHARED).models
     torch.nn.init.normal_(models.head.weight)
     assert can_pack(models.policy)
-    models.forward(BATCH)  # examines the output layer
+    models.read(BATCH, lambda p: p)  # examines the output layer
     body, passes = getattr(models.policy, models.policy.base_model_prefix), []
     body.register_forward_hook(lambda *_: passes.append(1))
-    predictions, values = models.forward(BATCH)
+    predictions, values = models.read(BATCH, lambda p: p)
     assert passes == [1]
     assert models.critic is None
     alone = scalar_model_of(models.policy, models.head)
@@ -83,7 +83,7 @@ def test_failure_12_with_lora_the_reference_is_the_policy_without_its_adapter(
     trainer = make_trainer(**LORA, critic={"kind": critic})
     start = build_lm("llama", seed=1).requires_grad_(False)
     for _ in range(2):
-        assert torch.equal(trainer.models.predict_as_reference(BATCH).logits(), response_logits(start, BATCH))
+        assert torch.equal(trainer.models.read_reference(BATCH, lambda p: p.logits()), response_logits(start, BATCH))
         row = trainer.step()
     assert trainer.models.reference is None
     assert row["kl_k3"] > 0
@@ -96,8 +96,10 @@ def test_with_lora_another_model_can_be_the_reference(
     """As in a later round, whose policy begins where the last one ended and whose reference is the SFT model."""
     other = build_lm("llama", seed=2)
     models = ActorCritic(make_trainer(**LORA).config, build_lm("llama", seed=1), other, build_scalar())
-    assert torch.equal(models.predict_as_reference(BATCH).logits(), response_logits(other, BATCH))
-    assert not torch.equal(models.predict(BATCH).logits(), models.predict_as_reference(BATCH).logits())
+    assert torch.equal(models.read_reference(BATCH, lambda p: p.logits()), response_logits(other, BATCH))
+    assert not torch.equal(
+        models.read_policy(BATCH, lambda p: p.logits()), models.read_reference(BATCH, lambda p: p.logits())
+    )
     assert models.trained().keys() == {"policy", "critic"}
     assert not any(parameter.requires_grad for parameter in other.parameters())
 
@@ -120,7 +122,7 @@ def test_the_finished_models_are_plain_folders(
     """With LoRA and with a shared critic, transformers alone loads what the run saved, and gets the same answers."""
     trainer = make_trainer(**LORA, **SHARED)
     trainer.step()
-    predictions, values = trainer.models.forward(BATCH)
+    predictions, values = trainer.models.read(BATCH, lambda p: p)
     logits = predictions.logits()
     save_checkpoint(tmp_path / "critic", copy.deepcopy(trainer.models).finished_critic(), tokenizer)
     save_checkpoint(tmp_path / "policy", trainer.models.finished_policy(), tokenizer)
@@ -194,8 +196,8 @@ def test_an_adaptive_coefficient_follows_the_kl_to_the_moving_reference(
 def test_with_lora_the_moving_reference_is_in_no_finished_policy(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(**LORA, **MOVES, learning_rate=1e-2)
     trainer.step()
-    logits = trainer.models.predict(BATCH).logits()
-    assert not torch.equal(trainer.models.predict_as_reference(BATCH).logits(), logits)
+    logits = trainer.models.read_policy(BATCH, lambda p: p.logits())
+    assert not torch.equal(trainer.models.read_reference(BATCH, lambda p: p.logits()), logits)
     policy = trainer.models.finished_policy()
     assert not any("lora" in name for name, _ in policy.named_parameters())
     assert torch.allclose(response_logits(policy, BATCH), logits, atol=1e-4)
@@ -238,8 +240,8 @@ def test_a_critic_on_the_policys_body_resumes_to_the_same_bytes_and_is_saved_as_
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     assert [second.step(), second.step()] == rows[1:]
     start = build_lm("llama", seed=1).requires_grad_(False)
-    assert torch.equal(whole.models.predict_as_reference(BATCH).logits(), response_logits(start, BATCH))
-    predictions, values = whole.models.forward(BATCH)
+    assert torch.equal(whole.models.read_reference(BATCH, lambda p: p.logits()), response_logits(start, BATCH))
+    predictions, values = whole.models.read(BATCH, lambda p: p)
     logits = predictions.logits().detach()
     save_checkpoint(tmp_path / "critic", copy.deepcopy(whole.models).finished_critic(), tokenizer)
     save_checkpoint(tmp_path / "policy", whole.models.finished_policy(), tokenizer)
@@ -306,8 +308,8 @@ def test_rule_07_bfloat16_stays_within_its_tolerance_and_weights_stay_float32(ma
     trainer = make_trainer(precision="bfloat16")
     exact = make_trainer()
     rollout = trainer.rollout()
-    logits = trainer.models.predict(BATCH).logits()
-    assert not torch.equal(logits, exact.models.predict(BATCH).logits())
+    logits = trainer.models.read_policy(BATCH, lambda p: p.logits())
+    assert not torch.equal(logits, exact.models.read_policy(BATCH, lambda p: p.logits()))
     assert (logits.dtype, rollout.old_logprobs.dtype) == (torch.float32, torch.float32)
     assert trainer.step()["engine_mismatch_max"] > 0
     assert {p.dtype for p in trainer.models.policy.parameters()} == {torch.float32}
@@ -346,14 +348,14 @@ def test_rule_27_in_bfloat16_policy_and_reference_with_equal_weights_are_equal_f
 
     for recorded in (False, True):
         with torch.set_grad_enabled(recorded):
-            found, other = models.predict(BATCH), models.predict_as_reference(BATCH)
+            found, other = models.read_policy(BATCH, lambda p: p), models.read_reference(BATCH, lambda p: p)
         assert torch.equal(found.hidden, other.hidden)
         kl = exact_kl(found, other, temperature=1.0).detach()
         assert kl.abs().max() < 1e-6
         require_equal_start(models, BATCH.spread(kl), BATCH.mask)
     with torch.no_grad():
         exact = ActorCritic(PPOConfig(**ppo_values(critic={"kind": "shared"})), load(), load(), None)
-        assert not torch.equal(exact.predict(BATCH).hidden, found.hidden), "products are rounded"
+        assert not torch.equal(exact.read_policy(BATCH, lambda p: p.hidden), found.hidden), "products are rounded"
     if way == "all weights":
         assert reference.get_input_embeddings().weight.dtype == torch.float32
         assert models.is_at_start()
@@ -400,9 +402,9 @@ def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kin
     models = make_trainer(precision="bfloat16", critic={"kind": kind}).models
     if models.head is not None:
         torch.nn.init.normal_(models.head.weight)
-    predictions, values = models.forward(BATCH)
+    predictions, values = models.read(BATCH, lambda p: p)
     assert predictions.head.weight is not None  # chunks of logits, not the model's own
-    for found in (predictions.logits(), values, models.predict_as_reference(BATCH).logits()):
+    for found in (predictions.logits(), values, models.read_reference(BATCH, lambda p: p.logits())):
         assert found.dtype == torch.float32
         assert not torch.equal(found, found.bfloat16().float())
 
@@ -411,7 +413,7 @@ def test_rule_24_heads_are_float32_under_autocast(make_trainer: MakeTrainer, kin
 def test_rule_21_the_critic_warms_up_without_a_graph_of_the_policy(make_trainer: MakeTrainer, kind: str) -> None:
     models = make_trainer(critic={"kind": kind}).models
     for trains_policy in (True, False):
-        predictions, values = models.forward(BATCH, trains_policy)
+        predictions, values = models.read(BATCH, lambda p: p, trains_policy)
         assert predictions.hidden.requires_grad == trains_policy
         assert values.requires_grad
     values.sum().backward()

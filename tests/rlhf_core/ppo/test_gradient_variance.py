@@ -53,7 +53,7 @@ def test_the_mean_of_all_gradients_is_the_gradient_of_the_batch(script: ModuleTy
     rows = range(len(rollout.response_ids))
     single = sum(script.gradients(trainer, rollout, row, weights)["RLOO"] for row in rows)
     batch = rollout.batch(list(rows), trainer.pad_id)
-    predictions, _ = trainer.models.forward(batch)
+    predictions, _ = trainer.models.read(batch, lambda p: p)
     chosen = predictions.logits().log_softmax(dim=-1).gather(1, batch.response_tokens[:, None])[:, 0]
     whole = torch.autograd.grad(-(weights["RLOO"] * batch.spread(chosen)).sum(), parameters)
     assert torch.allclose(single, torch.cat([g.flatten() for g in whole]), atol=1e-3)

@@ -10,11 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlhf_core.errors import UserError
 from rlhf_core.ppo.kl import (
     AdaptiveKLController,
     FixedKLController,
-    KLController,
     KLKind,
     estimate_kl,
 )
@@ -160,7 +158,7 @@ def test_rule_17_updates_compound() -> None:
 @properties
 @given(st.lists(st.floats(-100, 100), max_size=50), st.integers(1, 64), st.integers(0, 1000), st.floats(0.01, 50))
 def test_rule_17_the_coefficient_stays_positive(kls: list[float], batch_size: int, more: int, target: float) -> None:
-    controller = AdaptiveKLController(0.05, target, horizon=batch_size + more, batch_size=batch_size)
+    controller = AdaptiveKLController(0.05, target, horizon=batch_size + more)
     for kl in kls:
         before = controller.coef
         controller.update(kl, batch_size)
@@ -168,11 +166,9 @@ def test_rule_17_the_coefficient_stays_positive(kls: list[float], batch_size: in
         assert abs(controller.coef / before - 1) <= 0.2 + 1e-12
 
 
-def test_rule_17_a_batch_beyond_the_horizon_is_refused_at_once_and_at_an_update() -> None:
-    with pytest.raises(UserError, match=r"horizon .*100 sequences.* smaller than the batch .101."):
-        AdaptiveKLController(0.1, 6.0, horizon=100, batch_size=101)
-    controller = AdaptiveKLController(0.1, 6.0, horizon=100, batch_size=100)
-    with pytest.raises(UserError, match="horizon"):
+def test_rule_17_a_batch_beyond_the_horizon_is_refused() -> None:
+    controller = AdaptiveKLController(0.1, 6.0, horizon=100)
+    with pytest.raises(ValueError, match="above the controller's horizon of 100 sequences"):
         controller.update(6.6, batch_size=101)
     assert controller.coef == 0.1
 
@@ -185,20 +181,10 @@ def test_rule_17_a_kl_that_is_not_finite_never_becomes_a_coefficient(kl: float) 
     assert controller.coef == 0.1
 
 
-@pytest.mark.parametrize("numbers", [(0, 6, 100), (-1, 6, 100), (0.1, 0, 100), (0.1, 6, 0), (math.nan, 6, 100)])
-def test_impossible_settings_of_the_adaptive_controller_are_refused(numbers: tuple[float, float, float]) -> None:
-    with pytest.raises(UserError, match="give a number above 0"):
-        AdaptiveKLController(*numbers)
-
-
 def test_the_fixed_controller_never_moves() -> None:
     controller = FixedKLController(0.05)
     controller.update(1000.0, batch_size=10**9)
     assert controller.coef == 0.05
-    assert FixedKLController(0.0).coef == 0
-    for coef in (-0.1, math.inf, math.nan):
-        with pytest.raises(UserError, match="0 or more"):
-            FixedKLController(coef)
 
 
 def test_failure_01_rule_19_a_controller_resumes_to_the_last_bit() -> None:
@@ -209,11 +195,11 @@ def test_failure_01_rule_19_a_controller_resumes_to_the_last_bit() -> None:
     first = AdaptiveKLController(0.1, 6.0, horizon=1000)
     for kl in kls[:3]:
         first.update(kl, 128)
-    resumed: KLController = AdaptiveKLController(0.1, 6.0, horizon=1000)
+    resumed = AdaptiveKLController(0.1, 6.0, horizon=1000)
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for kl in kls[3:]:
         resumed.update(kl, 128)
     assert resumed.coef == whole.coef
-    fixed: KLController = FixedKLController(0.3)
+    fixed = FixedKLController(0.3)
     fixed.load_state_dict(FixedKLController(0.4).state_dict())
     assert fixed.coef == 0.4

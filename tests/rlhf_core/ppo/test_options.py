@@ -40,7 +40,7 @@ def forward_of(trainer: PPOTrainer, rows: list[int]) -> Pass:
 
 def chosen_logprobs(trainer: PPOTrainer, batch: TokenBatch) -> torch.Tensor:
     """log π of the sampled tokens [B, T], at temperature 1."""
-    logprobs = trainer.models.predict(batch).logits().log_softmax(dim=-1)
+    logprobs = trainer.models.read_policy(batch, lambda p: p.logits()).log_softmax(dim=-1)
     return batch.spread(logprobs.gather(1, batch.response_tokens[:, None])[:, 0])
 
 
@@ -332,7 +332,7 @@ def test_rule_15_kl_in_the_loss_is_divided_by_the_deviation_of_the_advantages(ma
         losses, without = (losses_of(forward, trainer.config, coef) for coef in (0.7, 0.0))
         added = losses["total_loss"] - without["total_loss"]
         reference = response_logits(trainer.models.reference, forward.batch)
-        exact = estimate_kl(forward.predictions.logits(), reference, "full").sum()
+        exact = estimate_kl(trainer.models.read_policy(forward.batch, lambda p: p.logits()), reference, "full").sum()
         assert losses["kl_loss"].item() == pytest.approx(exact.item(), rel=1e-5)
         assert added.item() == pytest.approx(0.7 * exact.item() / forward.scale, rel=1e-3)
 

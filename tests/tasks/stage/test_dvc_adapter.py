@@ -6,22 +6,9 @@ import tomllib
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
-from tasks.stage import dvc_adapter
-
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def test_a_changed_dvc_fails_with_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = "import dvc.utils.hydra, sys; sys.modules['dvc.repo'] = None; import tasks.stage.dvc_adapter"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True, text=True)
-    assert done.stderr.splitlines()[-1].startswith("ImportError: dvc ")
-    assert done.stderr.splitlines()[-1].endswith("install the versions of constraints.txt")
-    monkeypatch.delattr(dvc_adapter.Config, "edit")
-    with pytest.raises(ImportError, match=r"dvc_adapter\.py uses: .*edit.*; install the versions of constraints"):
-        dvc_adapter.configure_workspace(tmp_path, tmp_path, tmp_path, None)
 
 
 def test_dvc_is_imported_in_one_module_only() -> None:

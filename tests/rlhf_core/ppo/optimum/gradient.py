@@ -68,7 +68,7 @@ def every_response(trainer: PPOTrainer, problem: Problem) -> tuple[Rollout, Floa
         ref_logprobs=ref_logprobs,
         ref_kl=torch.zeros_like(old),
         old_entropy=torch.zeros_like(old),
-        old_values=zero_padding(models.forward(batch)[1], batch.mask),
+        old_values=zero_padding(models.read(batch, lambda p: p)[1], batch.mask),
     )
     return rollout, old.double().sum(dim=1).exp()
 
