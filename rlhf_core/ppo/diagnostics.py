@@ -19,8 +19,8 @@ NGRAM = 3
 CRITIC_COLUMNS = ("explained_variance", "value_loss", "value_clip_fraction", "grad_norm_critic")
 """Empty in a run without a critic."""
 UPDATE_COLUMNS = (
-    *("policy_loss", "value_loss", "clip_fraction", "value_clip_fraction", "approx_kl", "clip_fraction_last_epoch"),
-)
+    "policy_loss", "value_loss", "clip_fraction", "value_clip_fraction", "approx_kl", "clip_fraction_last_epoch",
+)  # fmt: skip
 """Empty for a step that trained on no answer; so is `kl_loss`."""
 
 

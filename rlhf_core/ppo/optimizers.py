@@ -1,18 +1,20 @@
 """Adam and its learning-rate schedule, separate for policy and critic (rule 16)."""
 
-from collections.abc import Sequence
-
 import torch
 
 from rlhf_core.config.ppo import PPOConfig
 
-Optimizers = dict[str, torch.optim.Optimizer]
 
-
-def build_optimizers(parameters: dict[str, list[torch.nn.Parameter]], config: PPOConfig) -> Optimizers:
+def build_optimizers(
+    parameters: dict[str, list[torch.nn.Parameter]], config: PPOConfig
+) -> dict[str, torch.optim.Optimizer]:
     """Adam for the parameters of each name; the critic has its own learning rate."""
     rates = {"policy": config.learning_rate, "critic": config.critic.learning_rate}
-    return {name: _adam(trained, rates[name], config) for name, trained in parameters.items()}
+    (beta1, beta2), eps = config.optimizer.betas, config.optimizer.eps
+    return {
+        name: torch.optim.Adam(trained, lr=rates[name], betas=(beta1, beta2), eps=eps, fused=True)
+        for name, trained in parameters.items()
+    }
 
 
 def schedule(name: str, optimizer: torch.optim.Optimizer, config: PPOConfig) -> torch.optim.lr_scheduler.LambdaLR:
@@ -27,8 +29,3 @@ def schedule(name: str, optimizer: torch.optim.Optimizer, config: PPOConfig) -> 
         return min(rising, falling)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def _adam(parameters: Sequence[torch.nn.Parameter], learning_rate: float, config: PPOConfig) -> torch.optim.Optimizer:
-    beta1, beta2 = config.optimizer.betas
-    return torch.optim.Adam(parameters, lr=learning_rate, betas=(beta1, beta2), eps=config.optimizer.eps, fused=True)

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.control_tokens import text_ids
 from rlhf_core.determinism import stream
-from rlhf_core.models.batch import TokenBatch, pad_batch
+from rlhf_core.models.batch import pad_batch
 from rlhf_core.models.token_logprobs import action_logprobs
 from rlhf_core.ppo.actor_critic import ActorCritic
 from rlhf_core.ppo.plan import TEXT
@@ -53,13 +52,12 @@ class TextMix:
         for start in range(0, len(mine), self.micro_batch_size):
             part = mine[start : start + self.micro_batch_size]
             counted = [piece for piece, counts in part if counts]
-            batch = self._batch(counted or [part[0][0]], processes.device)
+            pieces = counted or [part[0][0]]
+            prompts, texts = [piece[:1] for piece in pieces], [piece[1:] for piece in pieces]
+            batch = pad_batch(prompts, texts, self.pad_id, processes.device)
             read = partial(action_logprobs, actions=batch.response_tokens)
             loss = -models.read_policy(batch, read).sum() / tokens
             yield loss if counted else 0 * loss
-
-    def _batch(self, pieces: Sequence[Piece], device: torch.device) -> TokenBatch:
-        return pad_batch([piece[:1] for piece in pieces], [piece[1:] for piece in pieces], self.pad_id, device)
 
 
 def cut_text(text: str, tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Piece]:

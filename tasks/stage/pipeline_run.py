@@ -58,7 +58,7 @@ class Tracking:
         self._root = root
         self._waits = facts["stage"] == "report" and settings.OUTCOME_VARIABLE not in os.environ
         at_the_end = WAIT_AT_THE_END_SECONDS if self._waits else SECONDS_AT_THE_END
-        held_back = settings.HOLD_VARIABLE in os.environ
+        held_back = bool(os.environ.get(settings.HOLD_VARIABLE))
         self._sidecar = None if held_back else start_sidecar(root, folder, self.live.folder.name, at_the_end)
 
     @classmethod
