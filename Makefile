@@ -7,8 +7,9 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 # For example TORCH_INDEX=https://download.pytorch.org/whl/cpu, where PyPI's wheel (with CUDA) is not wanted.
 TORCH_INDEX ?=
-# Tests that run side by side.
+# Tests that run side by side, and which `make test` runs.
 WORKERS ?= 2
+TESTS ?= not slow
 INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
@@ -19,7 +20,7 @@ run: setup  ## Rebuild the demo: data, models, metrics, report
 	@echo; echo "report: report/index.html   models: models/   MLflow's page: leash ui   commit and checks: leash doctor"
 
 test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny whole pipeline
-	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
+	python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40 -m "$(TESTS)"
 
 test-slow: setup-dev  ## Run the slow tests: kills, a million rows, dead servers, full disks
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40 -m "slow and not exhaustive"
@@ -28,7 +29,7 @@ test-exhaustive: setup-dev  ## Run what repeats a mechanism that other tests hav
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal -m exhaustive
 
 test-quantize: $(VENV)/quantize  ## Run the tests of 4-bit weights, with bitsandbytes, which is optional
-	PYTHONPATH=$(VENV)/quantize python -m pytest -m quantize
+	PYTHONPATH=$(VENV)/quantize python -m pytest -m quantize $$(grep -rl mark.quantize tests --include='test_*.py')
 
 test-real: setup-dev  ## Run the tests of a pretrained model, SmolLM2-135M-Instruct (3 minutes, a download of 93 MB)
 	LEASH_FETCH=1 python -m pytest -m real_model

@@ -23,6 +23,7 @@ from ruamel.yaml import YAML
 import flows
 from flows import processes
 from tasks.stage.run import main as run_stage
+from tasks.tracking.settings import HOLD_VARIABLE
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,9 @@ LIGHT = ("check", "ingest", "report", "hybrid", "reinforce", "grpo")
 """Stages that only read files, or that the tiny run switches off: they must load no heavy library."""
 
 
+RECORDED = {HOLD_VARIABLE: "1"}
+"""For stages whose runs are only recorded: no process beside each stage imports mlflow to show them. With an empty text
+they are sent."""
 OPTIONAL = (
     ("quantize", "bitsandbytes", "test-quantize"),
     ("real_model", "gguf", "setup-dev"),
@@ -135,8 +139,8 @@ class Project:
             process.wait()
 
     def stage(self, name: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-        """`python -m tasks <name>`, as dvc.yaml has it."""
-        return self.run(sys.executable, "-m", "tasks", name, **environment)
+        """`python -m tasks <name>`, as dvc.yaml has it; `RECORDED` unless the environment says otherwise."""
+        return self.run(sys.executable, "-m", "tasks", name, **RECORDED | environment)
 
     def dvc(self, *words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """A dvc command that must end well."""
@@ -145,8 +149,8 @@ class Project:
         return done
 
     def repro(self, **environment: str) -> list[str]:
-        """`dvc repro`; the stages that it ran, in order."""
-        said = self.dvc("repro", **environment).stdout.splitlines()
+        """`dvc repro`; the stages that it ran, in order. `RECORDED` unless the environment says otherwise."""
+        said = self.dvc("repro", **RECORDED | environment).stdout.splitlines()
         return [line.split("'")[1] for line in said if line.startswith("Running stage '")]
 
     def params(self) -> dict[str, Any]:
@@ -322,8 +326,11 @@ def in_process(
 
 
 @pytest.fixture
-def stage_main(in_process: Callable[[Path, Callable[[], object]], Ended]) -> Callable[[Project, str], Ended]:
-    """`python -m tasks <stage>` within this process, with the code of the checkout under test."""
+def stage_main(
+    in_process: Callable[[Path, Callable[[], object]], Ended], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Project, str], Ended]:
+    """`python -m tasks <stage>` within this process, with the code of the checkout under test; `RECORDED`."""
+    monkeypatch.setenv(HOLD_VARIABLE, "1")
     return lambda project, stage: in_process(project.root, lambda: run_stage([stage]))
 
 
@@ -418,12 +425,13 @@ def commit(root: Path) -> None:
 
 def call(root: Path, *command: str) -> str:
     """Runs a command to its good end; its output."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        command, cwd=root, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    own = {name: clean_environment()[name] for name in ("PATH", "HF_HUB_OFFLINE", "PYTHONUNBUFFERED")}
+    with warm.Popen(
+        command, cwd=root, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        printed, errors = process.communicate()
+    assert process.returncode == 0, printed + errors
+    return printed
 
 
 @pytest.fixture

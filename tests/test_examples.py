@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from ruamel.yaml import YAML
 
 import flows
-from tests.conftest import ROOT, call, commit
+from tests.conftest import ROOT, call, commit, write_graph
 from tests.faults.conftest import until
 
 CHECK, JOB = ROOT / "examples/check-results.sh", ROOT / "examples/slurm.sh"
@@ -27,15 +28,25 @@ def check(root: Path) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.fixture
-def pushed(toy: Callable[..., Path], tmp_path: Path) -> Path:
-    """A clone of a project whose results are in a remote."""
-    root, dvc = toy(TWO), (sys.executable, "-m", "dvc")
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, empty_project: Path) -> Path:
+    """A folder with a clone of a project, and the remote that has its results."""
+    folder, dvc = tmp_path_factory.mktemp("examples"), (sys.executable, "-m", "dvc")
+    root = Path(shutil.copytree(empty_project, folder / "toy"))
+    write_graph(root, TWO)
     call(root, *dvc, "repro")
-    call(root, *dvc, "remote", "add", "-d", "store", str(tmp_path / "remote"))
+    call(root, *dvc, "remote", "add", "-d", "store", "../remote")
     commit(root)
     call(root, *dvc, "push")
-    call(tmp_path, "git", "clone", "--quiet", str(root), "clone")
+    call(folder, "git", "clone", "--quiet", str(root), "clone")
+    return folder
+
+
+@pytest.fixture
+def pushed(template: Path, tmp_path: Path) -> Path:
+    """A copy of the clone, with a copy of the remote beside it."""
+    for name in ("remote", "clone"):
+        shutil.copytree(template / name, tmp_path / name, symlinks=True)
     return tmp_path / "clone"
 
 

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
@@ -12,6 +13,7 @@ NOT_YET = {"rule": set[int](), "failure": set[int]()}
 NUMBERED = re.compile(r"(?<=_)(rule|failure)_([0-9]+)(?=_)")
 
 
+@cache
 def test_names() -> list[str]:
     """Of all tests of the project."""
     trees = (ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TESTS.rglob("test_*.py")))

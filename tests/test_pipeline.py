@@ -5,7 +5,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from rlhf_core.determinism import OURS, WORKSPACE
 from tasks import summary
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.tracking.exporter import export
@@ -342,17 +343,31 @@ def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Proj
     assert json.loads((project.root / "metrics/evaluate.json").read_text()) == first.json("metrics/evaluate.json")
 
 
+@pytest.fixture
+def _switches_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A stage selects threads and kernels for its process."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    monkeypatch.setenv(WORKSPACE, OURS)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warns)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_whole_pipeline_runs_in_bfloat16_and_without_deterministic_kernels(project: "Project") -> None:
+@pytest.mark.usefixtures("_switches_as_before")
+def test_the_whole_pipeline_runs_in_bfloat16_and_without_deterministic_kernels(
+    project: "Project", stage_main: Callable[["Project", str], "Ended"]
+) -> None:
     """Frozen models are read in bfloat16; saved ones are float32. What makes no equal bytes says so."""
     project.set("runtime.tracking", False)
     project.set("precision", "bfloat16")
     project.set("deterministic", False)
     for stage in STAGES:
-        done = project.stage(stage)
-        assert done.returncode == 0, done.stderr
-        said = "WARNING deterministic: false" in done.stdout
+        ended = stage_main(project, stage)
+        assert ended.code == 0, f"{stage}: {ended.stderr}"
+        said = "WARNING deterministic: false" in ended.stdout
         assert said == (
             stage in {"base", "sft", "preferences", "reward", "ppo", "select", *ALTERNATIVES, "best_of_n", "evaluate"}
         )

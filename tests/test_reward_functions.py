@@ -7,16 +7,20 @@ import re
 import runpy
 import shutil
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from rlhf_core.data.tokenizer import encode_response, load_tokenizer
 from tasks.params.methods import BY_NAME
+from tasks.params.stages import STAGES
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
+    from tests.conftest import Ended, Project
+
+Main = Callable[["Project", str], "Ended"]
 
 pytestmark = pytest.mark.slow
 SHORT = "def score(prompts, responses, rows):\n    return [-len(response) for response in responses]\n"
@@ -43,6 +47,13 @@ def use_sums(project: "Project") -> None:
 
 def page(project: "Project") -> str:
     return re.sub("<[^>]*>", " ", (project.root / "report/index.html").read_text(encoding="utf-8"))
+
+
+def run_stages(project: "Project", stage_main: Main, stages: Iterable[str]) -> None:
+    """These stages within this process."""
+    for stage in stages:
+        ended = stage_main(project, stage)
+        assert ended.code == 0, f"{stage}: {ended.stderr}"
 
 
 def terms_of(figures: dict[str, Any]) -> dict[str, float]:
@@ -104,14 +115,16 @@ def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "
     assert project.outputs() == before
 
 
-def test_a_function_beside_the_reward_model(finished: "Project") -> None:
+def test_a_function_beside_the_reward_model(finished: "Project", stage_main: Main) -> None:
     """On the demo, whose judge decides the wins."""
     project = finished
     (project.root / "rewards/short.py").write_text(SHORT)
     project.set("scorer", [{"term": "reward_model", "weight": 1.0}, {"term": "short.py", "weight": 0.02}])
     project.set("ppo.critic.init", "sft")
     project.set("runtime.tracking", False)
-    project.repro()
+    run_stages(
+        project, stage_main, ("check", "ppo", "select", "best_of_n", "rejection_sft", "rloo", "evaluate", "report")
+    )
     assert project.json("metrics/reward.json")["heldout_pairs"] > 0
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scores"
@@ -132,7 +145,7 @@ def use_arithmetic(project: "Project", **small: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_arithmetic_example_in_a_small_version(project: "Project") -> None:
+def test_the_arithmetic_example_in_a_small_version(project: "Project", stage_main: Main) -> None:
     """Every model has a rate of right answers with its interval, and each digit is one token."""
     small = {
         "sft.epochs": 1,
@@ -144,7 +157,7 @@ def test_the_arithmetic_example_in_a_small_version(project: "Project") -> None:
         "evaluate.bootstrap": 100,
     }
     use_arithmetic(project, **small)
-    assert {"sft", "ppo", "grpo", "best_of_n", "evaluate", "report"} <= set(project.repro())
+    run_stages(project, stage_main, STAGES)
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scorer"
     for name in ("sft", "policy", "grpo"):

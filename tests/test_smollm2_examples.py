@@ -2,6 +2,7 @@
 tokenizer of its kind."""
 
 import json
+from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,18 @@ import torch
 from ruamel.yaml import YAML
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tasks.params.stages import STAGES
 from tests.architectures.kinds import KINDS
 from tests.architectures.zoo import GROUPED
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
+    from tests.conftest import Ended, Project
+
+Main = Callable[["Project", str], "Ended"]
 
 pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {
+    "threads": 1,
     "runtime": {"tracking": False},
     "ppo.steps": 2,
     "ppo.batch_size": 8,
@@ -50,7 +55,14 @@ def use_example(project: "Project", name: str, rows: list[dict[str, Any]], chang
     tokenizer.save_pretrained(folder)
 
 
-def test_sentiment(project: "Project") -> None:
+def run_stages(project: "Project", stage_main: Main) -> None:
+    """All of them within this process, in the order of dvc.yaml."""
+    for stage in STAGES:
+        ended = stage_main(project, stage)
+        assert ended.code == 0, f"{stage}: {ended.stderr}"
+
+
+def test_sentiment(project: "Project", stage_main: Main) -> None:
     words = {"dull": -1.5, "plain": 0.2, "fine": 1.0, "wonderful": 2.5}
     rows = [
         {"text": f"The {second} {first} is {word} to me.", "score": value + len(first) / 100}
@@ -61,7 +73,7 @@ def test_sentiment(project: "Project") -> None:
         )
     ]
     use_example(project, "smollm2-sentiment", rows, {"dpo": {"enabled": True, "lora": {"rank": 2}, "max_tokens": 72}})
-    assert {"sft", "reward", "ppo", "select", "best_of_n", "dpo", "evaluate", "report"} <= set(project.repro())
+    run_stages(project, stage_main)
     reward = project.json("metrics/reward.json")
     assert reward["train_ratings"] + reward["heldout_ratings"] <= len(rows)
     assert -1 <= reward["reward_rating_spearman"] <= 1
@@ -72,7 +84,7 @@ def test_sentiment(project: "Project") -> None:
     assert evaluate["optimum"]
 
 
-def test_chat(project: "Project") -> None:
+def test_chat(project: "Project", stage_main: Main) -> None:
     rows = [
         {
             "prompt": f"\n\nHuman: How do I {verb} {thing}?\n\nAssistant:",
@@ -83,7 +95,7 @@ def test_chat(project: "Project") -> None:
     ]
     use_example(project, "smollm2-chat", rows, {"reward.batch_size": 4, "ppo.max_new_tokens": 8})
     project.set("evaluate.max_new_tokens", 8)
-    assert {"base", "sft", "reward", "ppo", "select", "best_of_n", "evaluate", "report"} <= set(project.repro())
+    run_stages(project, stage_main)
     assert project.json("metrics/sft.json") == {"enabled": False}
     reward = project.json("metrics/reward.json")
     assert {"length_accuracy", "words_accuracy", "judge_accuracy"} <= set(reward)

@@ -82,6 +82,7 @@ def test_texts_with_labels_run_through_all_stages(project: "Project") -> None:
     assert not {"ingest", "sft", "reward"} & stale
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not REVIEWS.is_file(), reason="the reviews are not there")
 def test_real_reviews_run_through_all_stages(project: "Project") -> None:
     with REVIEWS.open(encoding="utf-8") as file:

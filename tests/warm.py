@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    "accelerate", "datasets", "jaxtyping", "numpy", "pandas", "pandera.pandas", "peft", "psutil", "pyarrow.parquet",
-    "pydantic", "ruamel.yaml", "safetensors.torch", "scipy.stats", "tokenizers", "torch", "transformers.trainer",
-    "transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama",
+    "accelerate", "datasets", "dvc.cli", "dvc.commands.repro", "dvc.repo", "jaxtyping", "numpy", "pandas",
+    "pandera.pandas", "peft", "psutil", "pyarrow.parquet", "pydantic", "ruamel.yaml", "safetensors.torch",
+    "scipy.stats", "tokenizers", "torch", "transformers.trainer", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
 )  # fmt: skip
 READ_ONCE = ("PYTHON", "LC_", "LANG", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "CUDA_", "TORCH", "LD_")
 """Beginnings of the names of such variables. (Libraries that read others at their import are not in IMPORTED.)"""

@@ -161,16 +161,20 @@ class ActorCritic:
     def compare(self, batch: TokenBatch, temperature: float) -> tuple[Compared, Values, Compared | None]:
         """Log-probabilities of policy and reference, their exact KL, and V(s_t) as in `read`; without a graph. Last
         the same of policy and fixed reference, where the reference moves."""
+        values = self.values(batch)
 
-        def compared(predictions: Predictions) -> list[Compared]:
-            found = list[Compared]()
+        def compared() -> tuple[list[Compared], Tensor | None]:
+            predictions, found = predict(self.policy, batch), list[Compared]()
             for fixed in (False,) if self.moving is None else (False, True):
                 with self.as_reference(fixed) as reference:
                     compare = partial(_compared, predictions, reference, batch, temperature)
                     found.append(within(reference, compare))
-            return found
+            return found, predictions.states
 
-        (found, *to_fixed), values = self.read(batch, compared)
+        with self.autocast():
+            (found, *to_fixed), states = within(self.policy, compared)
+        if self.head is not None and states is not None:
+            values = batch.spread(self.head(states.float())[..., 0])
         return found, values, to_fixed[0] if to_fixed else None
 
     def read_policy(self, batch: TokenBatch, function: Callable[[Predictions], Result]) -> Result:

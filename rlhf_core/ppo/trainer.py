@@ -23,6 +23,7 @@ from rlhf_core.errors import NonFiniteError, UserError, is_out_of_memory
 from rlhf_core.finite import at_step, require_finite
 from rlhf_core.models.batch import TokenBatch
 from rlhf_core.models.batching import micro_batches, packed_batches
+from rlhf_core.models.masked import zero_padding
 from rlhf_core.models.packed import can_pack
 from rlhf_core.models.sampling import Sampled
 from rlhf_core.models.sharded_files import divided_as
@@ -231,7 +232,7 @@ class PPOTrainer:
             for rows, counts in self.processes.share_evenly(self.micro_batches(rollout, minibatch, plan)):
                 batch = rollout.batch(rows, self.pad_id)
                 found, values, fixed = self.models.compare(batch, self.config.temperature)
-                parts = [*map(batch.spread, found), values * batch.mask]
+                parts = [*map(batch.spread, found), zero_padding(values, batch.mask)]
                 parts += [] if fixed is None else map(batch.spread, (fixed.ref_logprobs, fixed.kl))
                 if counts:
                     for table, part in zip(tables.values(), parts, strict=True):

@@ -15,21 +15,28 @@ from flows.graph import read_graph
 from flows.stages import EXECUTED, RESTORED, UP_TO_DATE, StageUserError, run_stage
 from rlhf_core.errors import UserError
 from tasks.stage.dvc_files import open_project
+from tests.conftest import call, write_graph
 
 if TYPE_CHECKING:
     from tests.conftest import Project
 
-Toy = Callable[..., Path]
 STAGES: dict[str, tuple[str, list[str]]] = {"one": ("work", []), "two": ("work", ["one"])}
 
 
-@pytest.fixture
-def root(toy: Toy, serial: Callable[[Path], None]) -> Path:
-    """A toy project that is up to date, with a copy of its lock file beside it."""
-    folder = toy(STAGES)
-    serial(folder)
-    shutil.copy(folder / "dvc.lock", folder.parent / "dvc.lock")
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, empty_project: Path) -> Path:
+    """A toy project that is up to date."""
+    folder = Path(shutil.copytree(empty_project, tmp_path_factory.mktemp("cache") / "toy"))
+    write_graph(folder, STAGES)
+    call(folder, sys.executable, "-m", "dvc", "repro")
     return folder
+
+
+@pytest.fixture
+def root(template: Path, tmp_path: Path) -> Path:
+    """A copy of it to work on, with a copy of its lock file beside it."""
+    shutil.copy(template / "dvc.lock", tmp_path / "dvc.lock")
+    return Path(shutil.copytree(template, tmp_path / "toy", symlinks=True))
 
 
 def object_of(root: Path, out: str) -> Path:

@@ -17,6 +17,7 @@ from ruamel.yaml import YAML
 from rlhf_core import files
 from tasks.stage.state import FINISHED
 from tasks.tracking.exporter import export
+from tests.conftest import RECORDED
 
 if TYPE_CHECKING:
     from tests.conftest import Project, TinyRun
@@ -149,7 +150,7 @@ def moments(number: int, seed: int = 4) -> list[Moment]:
 def repro(project: "Project", stage: str, log: Path, **environment: str) -> int:
     """`dvc repro` of one stage, which finds its results in no cache. Its exit status."""
     words = ["-m", "dvc", "repro", "--single-item", "--no-run-cache", stage]
-    return project.run_into(log, sys.executable, *words, **environment)
+    return project.run_into(log, sys.executable, *words, **RECORDED | environment)
 
 
 def lock(content: bytes) -> dict[str, Any]:
@@ -232,6 +233,7 @@ def test_failure_01_killed_and_continued_is_the_same_bytes(
     prepare(finished, moment.stage, fresh=moment.count % 2 == 0)
     killed = repro(finished, moment.stage, tmp_path / "killed", **moment.environment(tmp_path / "hook"))
     assert killed != 0, "the moment never came"
+    export(finished.root, f"sqlite:///{finished.root / 'mlflow.db'}")  # half a run
     repro_until_done(finished, moment.stage, tmp_path / "log")
     assert outputs(finished) == outputs(tiny_run.project)
     done = list((finished.root / "work" / moment.stage).glob("*"))

@@ -3,6 +3,8 @@ is left running, and the same command continues."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import psutil
 import pytest
 
 from rlhf_core.locks import holder
+from tests.conftest import ROOT, clean_environment
 from tests.faults.conftest import log_of, until
 
 Toy = Callable[..., Path]
@@ -35,13 +38,19 @@ def servers(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 @pytest.fixture
-def running(toy: Toy, leash: Leash) -> Iterator[Callable[[], tuple[Path, Any, list[psutil.Process]]]]:
-    """A run whose first stage waits for the file `go`, with its temporary server; and all its processes."""
+def running(toy: Toy, tmp_path: Path) -> Iterator[Callable[..., tuple[Path, Any, list[psutil.Process]]]]:
+    """Starts a run whose first stage waits for the file `go`, with its temporary server and these variables in its
+    environment; the project, the run, and all processes below it."""
     started: list[psutil.Process] = []
 
-    def begin() -> tuple[Path, Any, list[psutil.Process]]:
+    def begin(**environment: str) -> tuple[Path, Any, list[psutil.Process]]:
         root = toy(STAGES)
-        process = leash(root, "run", "--retry-delay", "0.1")
+        places = {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path / "prefect")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", "run", "--retry-delay", "0.1"], cwd=root,
+            env=clean_environment() | places | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
         started.append(psutil.Process(process.pid))
         until(lambda: "one begin" in log_of(root) or process.poll() is not None)
         assert process.poll() is None, process.communicate()
@@ -67,11 +76,11 @@ def freeze(server: psutil.Process) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strike", [kill, pytest.param(freeze, marks=pytest.mark.slow)])
 def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], running: Any, serial: Any) -> None:
-    root, process, family = running()
+    root, process, family = running(PREFECT_CLIENT_MAX_RETRIES="1", PREFECT_API_REQUEST_TIMEOUT="4")
     (server,) = servers(family)
     strike(server)
     (root / "go").touch()
-    printed, errors = process.communicate(timeout=400)  # a server that hangs is tried for almost a minute a request
+    printed, errors = process.communicate(timeout=400)
     assert process.returncode == 1
     (line,) = errors.splitlines()
     assert line.startswith("error: the Prefect server (http://127.0.0.1:")

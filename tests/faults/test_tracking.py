@@ -39,10 +39,12 @@ CODE = """
 import json, time
 from pathlib import Path
 from rlhf_core.config.block import Block
+from tasks.stage import pipeline_run
 from tasks.stage.run import run
 from tasks.tracking import record, sync
 
 sync.FOLLOW_AFTER_SECONDS = 0.0
+pipeline_run.SECONDS_AT_THE_END = 4.0
 
 class Toy(Block):
     steps: int

@@ -105,12 +105,16 @@ def test_a_stop_before_a_stage_handles_signals(
 
 @pytest.mark.slow
 def test_a_scheduled_run_is_cancelled(
-    importing: Path, leash: Callable[..., "subprocess.Popen[str]"], prefect_api: str
+    importing: Path,
+    leash: Callable[..., "subprocess.Popen[str]"],
+    prefect_api: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from prefect.deployments import run_deployment
     from prefect.exceptions import ObjectNotFound
 
     commit(importing)
+    monkeypatch.setenv("PREFECT_RUNNER_POLL_FREQUENCY", "1")
     process = leash(importing, "serve", api=prefect_api)
     run = None
     deadline = time.monotonic() + 60.0

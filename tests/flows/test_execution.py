@@ -46,10 +46,10 @@ def test_never_more_stages_than_gpus(monkeypatch: pytest.MonkeyPatch, jobs: int,
 
 
 def test_stages_run_one_at_a_time_by_default(toy: Toy, prefect_api: str) -> None:
-    root = toy(WIDE)
+    root = toy({name: stage for name, stage in WIDE.items() if name in ("first", "a", "b")})
     pipeline(root=str(root))
     assert most_at_once(root) == 1
-    assert list(moments(root)) == ["first", *"abcd", "last"], "not in the order of the graph"
+    assert list(moments(root)) == ["first", "a", "b"], "not in the order of the graph"
 
 
 @pytest.mark.slow

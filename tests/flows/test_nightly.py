@@ -35,6 +35,12 @@ def home(toy: Toy) -> Path:
     return root
 
 
+@pytest.fixture
+def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefect's runner looks each second for runs to start, and not every ten."""
+    monkeypatch.setenv("PREFECT_RUNNER_POLL_FREQUENCY", "1")
+
+
 def test_the_name_tells_settings_apart(home: Path) -> None:
     first = workspace_of(home, "HEAD", [])
     assert first.name == f"nightly-{first.commit[:8]}"
@@ -84,6 +90,7 @@ def test_the_documented_systemd_units_are_valid(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_polls")
 def test_the_clock_starts_a_run_of_the_commit(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
     """The edit is neither used nor touched, and the run is a DVC experiment of the commit."""
     printed, _ = leash(home, "up", "--port", str(_free_port())).communicate(timeout=150)  # the shared one has no clock
@@ -109,6 +116,7 @@ def test_the_clock_starts_a_run_of_the_commit(home: Path, leash: Callable[..., "
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_polls")
 def test_two_settings_run_at_the_same_time(
     toy: Toy, leash: Callable[..., "subprocess.Popen[str]"], prefect_api: str
 ) -> None:
@@ -137,6 +145,7 @@ def test_two_settings_run_at_the_same_time(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("quick_polls")
 def test_new_data_in_the_branch_start_a_run(
     toy: Toy, leash: Callable[..., "subprocess.Popen[str]"], prefect_api: str
 ) -> None:

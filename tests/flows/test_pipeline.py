@@ -3,7 +3,9 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -14,13 +16,13 @@ from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 from rlhf_core.ppo.health import Alert
-from tests.faults.conftest import until
+from tests.faults.conftest import log_of, until
 
 DIAMOND = {
     "first": ("work", []),
-    "slow": ("sleep 2", ["first"]),
-    "quick": ("sleep 2", ["first"]),
-    "last": ("work", ["slow", "quick"]),
+    "left": ("wait", ["first"]),
+    "right": ("wait", ["first"]),
+    "last": ("work", ["left", "right"]),
 }
 
 
@@ -42,21 +44,32 @@ def test_two_drivers_one_graph(
 ) -> None:
     root = toy(DIAMOND)
     twin = shutil.copytree(root, tmp_path / "twin")
+    (twin / "go").touch()
+    serial(twin)
     (root / "metrics").mkdir()
     figures = {"win_rate": 0.875, "win_rate_low": 0.8, "win_rate_high": 0.9}
     (root / "metrics" / "summary.json").write_text(json.dumps(figures))
     (root / "metrics" / "evaluate.json").write_text(json.dumps({**figures, "win_rate_judge": "gold rubric"}))
+    both = Thread(target=go_when_two_have_begun, args=(root,))
+    both.start()
     assert states(root, jobs=2) == dict.fromkeys(DIAMOND, "Completed")
+    both.join()
     times = moments(root)
-    assert max(times["slow"][0], times["quick"][0]) < min(times["slow"][1], times["quick"][1]), "not side by side"
-    serial(twin)
+    assert max(times["left"][0], times["right"][0]) < min(times["left"][1], times["right"][1]), "not side by side"
     assert (root / "dvc.lock").read_bytes() == (twin / "dvc.lock").read_bytes()
 
     assert states(root) == dict.fromkeys(DIAMOND, "UpToDate")
-    (root / "slow.out").unlink()
-    assert states(root, stages=["slow"]) == {"first": "UpToDate", "slow": "Restored"}
-    assert len(moments(root)["slow"]) == 2
+    (root / "left.out").unlink()
+    assert states(root, stages=["left"]) == {"first": "UpToDate", "left": "Restored"}
+    assert len(moments(root)["left"]) == 2
     assert_prefect_knows()
+
+
+def go_when_two_have_begun(root: Path) -> None:
+    """Let the stages end that wait, at the latest after a minute."""
+    with suppress(AssertionError):
+        until(lambda: {"left begin", "right begin"} <= set(log_of(root)), seconds=60)
+    (root / "go").touch()
 
 
 def assert_prefect_knows() -> None:

@@ -2,18 +2,18 @@
 
 import json
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
 from flows import deployments, promotion, workspace
+from flows.cli import main
 from flows.deployments import nightly, trial
 from flows.promotion import Decision, decide
 from flows.workspace import Workspace
@@ -27,7 +27,11 @@ from tasks.stage.dvc_adapter import apply_overrides
 from tasks.tracking.registry import CHALLENGER, CHAMPION, Registry, Version
 from tests.conftest import EXAMPLES, ROOT, call, commit
 
+if TYPE_CHECKING:
+    from tests.conftest import Ended
+
 Toy = Callable[..., Path]
+InProcess = Callable[[Path, Callable[[], object]], "Ended"]
 GOOD = {"kl_per_sequence": 2.0, "missing_eos_share": 0.01}
 
 
@@ -172,7 +176,16 @@ def aliases(root: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> None:
+def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(
+    home: Path, in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leash(word: str) -> str:
+        """What `leash promote` prints."""
+        monkeypatch.setattr("sys.argv", ["leash", "promote", word])
+        ended = in_process(home, main)
+        assert ended.code == 0, ended.stderr
+        return ended.stdout
+
     first = night(home)
     assert first.name == "Promoted"
     assert aliases(home) == {CHAMPION: "1", CHALLENGER: "1"}
@@ -213,15 +226,13 @@ def test_a_worse_policy_is_kept_out_and_a_better_one_promoted(home: Path) -> Non
         )
     assert "the policy is the champion itself" in found.json()[0]["data"]
 
-    listed = call(home, sys.executable, "-m", "flows.cli", "promote", "--list").splitlines()
+    listed = leash("--list").splitlines()
     assert [line.split()[0] for line in listed] == ["version", "3", "2", "1"]
     assert "challenger, champion" in listed[1]
     assert worse_run in listed[2]
     assert "not promoted: " in listed[2]
-    printed = call(home, sys.executable, "-m", "flows.cli", "promote", "--undo")
-    assert printed == "version 1 is the champion again, in the place of version 3\n"
-    printed = call(home, sys.executable, "-m", "flows.cli", "promote", "2")
-    assert printed == "version 2 is the champion, in the place of version 1\n"
+    assert leash("--undo") == "version 1 is the champion again, in the place of version 3\n"
+    assert leash("2") == "version 2 is the champion, in the place of version 1\n"
     assert aliases(home) == {CHAMPION: "2", CHALLENGER: "3"}
 
 
@@ -290,8 +301,10 @@ def test_two_promotions_at_once_wait_for_each_other(tmp_path: Path, monkeypatch:
     assert (champion.number, champion.tags["leash.champion_before"]) == ("2", "1")
 
 
-@pytest.mark.parametrize("override", ["trust_remote_code=true", "++trust_remote_code=true", "a={trust_remote_code: 1}"])
-def test_who_reaches_the_server_cannot_switch_remote_code_on(home: Path, override: str) -> None:
+def test_who_reaches_the_server_cannot_switch_remote_code_on(home: Path) -> None:
+    for override in ("++trust_remote_code=true", "a={trust_remote_code: 1}", "trust_remote_code=true"):
+        with pytest.raises(UserError, match="trust_remote_code"):
+            deployments._refuse_code(["a=1", override])
     with pytest.raises(UserError, match="trust_remote_code"):
         nightly.with_options(name="toy-nightly")(branch="HEAD", overrides=[override])
     commit_hash = workspace.resolve(home, "HEAD")
@@ -333,6 +346,7 @@ def test_nothing_was_tracked_and_a_server_that_does_not_answer(tmp_path: Path, m
     assert Registry(tmp_path).by_alias(CHAMPION) is None
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError, match="MLflow does not answer") as refused:
         Registry(tmp_path).by_alias(CHAMPION)
     assert "secret" not in str(refused.value)

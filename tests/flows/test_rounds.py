@@ -1,7 +1,6 @@
-"""Three rounds of the tiny run: each goes on from the last, and each can be rebuilt."""
+"""Three rounds of the tiny run: each goes on from the last, and a clone of its commit has its results."""
 
 import csv
-import json
 import os
 import signal
 import subprocess
@@ -66,9 +65,17 @@ def killed_in_the_middle(project: Project) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_three_rounds_go_on_from_each_other_and_can_be_rebuilt(finished: Project, tmp_path: Path) -> None:
+def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(finished: Project, tmp_path: Path) -> None:
     for name in ("best_of_n", "rejection_sft", "dpo", "rloo"):
         finished.set(f"{name}.enabled", False)
+    for name, value in {
+        "max_prompts": 8,
+        "seeds": [1],
+        "snapshots": 0,
+        "interpolation": [],
+        "optimum_samples": 0,
+    }.items():
+        finished.set(f"evaluate.{name}", value)
     finished.set("runtime.tracking", False)
     finished.repro()
     first = pairs_by_round(finished)
@@ -99,10 +106,6 @@ def test_three_rounds_go_on_from_each_other_and_can_be_rebuilt(finished: Project
     assert pairs_by_round(finished).keys() == {1, 2, 3}
     assert first_kl(finished) < 1e-6, "PPO begins with its reference"
     commit(finished, "round 3")
-
-    found = json.loads(leash(finished, "verify", "--round", "1", "--json"))
-    assert found["same"], found
-    assert {"rounds/1/policy", "rounds/1/preferences.jsonl"} <= {one["out"] for one in found["findings"]}
 
     clone = Project(tmp_path / "clone")
     git(finished, "clone", "--quiet", str(finished.root), str(clone.root))

@@ -26,33 +26,27 @@ def isolated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def test_up_found_again_and_down(isolated: None, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_up_is_found_again_and_replaced_where_it_hangs(isolated: None, tmp_path: Path) -> None:
     port = server._free_port()
     url = server.up(tmp_path, port)
     try:
         assert url == f"http://127.0.0.1:{port}/api"
         assert server.answers(url)
-        assert server.up(tmp_path, port) == url, "a second one was started"
+        first = psutil.Process(server._record(tmp_path)["pid"])
+        assert server.up(tmp_path, port) == url
+        assert server._record(tmp_path)["pid"] == first.pid, "a second one was started"
         assert server.configured_url(tmp_path) == url
+
+        for process in (first, *first.children(recursive=True)):
+            process.suspend()
+        assert server.up(tmp_path, port) == url
+        assert server._record(tmp_path)["pid"] != first.pid
+        assert server.answers(url)
     finally:
         assert server.down(tmp_path)
     assert not server.answers(url)
     assert server.down(tmp_path) is False
-
-
-@pytest.mark.slow
-def test_up_replaces_a_server_that_hangs(isolated: None, tmp_path: Path) -> None:
-    port = server._free_port()
-    url = server.up(tmp_path, port)
-    hung = psutil.Process(server._record(tmp_path)["pid"])
-    for process in (hung, *hung.children(recursive=True)):
-        process.suspend()
-    try:
-        assert server.up(tmp_path, port) == url
-        assert server._record(tmp_path)["pid"] != hung.pid
-        assert server.answers(url)
-    finally:
-        server.down(tmp_path)
 
 
 def test_an_answer_of_another_program_is_not_that_of_the_server(prefect_api: str, tmp_path: Path) -> None:
@@ -139,6 +133,7 @@ class Refusal(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("False")
 @pytest.mark.parametrize("dead", [True, False])
 def test_servers_of_this_machine_are_reached_without_a_proxy(
     toy: Callable[..., Path],

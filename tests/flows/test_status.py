@@ -1,6 +1,7 @@
 """Why a stage is not up to date, by DVC's own status."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,22 +10,31 @@ import pytest
 import yaml
 
 from flows.graph import UNCHANGED, brief, opened
+from tests.conftest import call, write_graph
 
 Toy = Callable[..., Path]
 STAGES = {"one": ("work", []), "two": ("work", ["one"]), "three": ("work", ["two"]), "other": ("work", [])}
 
 
-@pytest.fixture
-def finished(toy: Toy, serial: Callable[[Path], None]) -> Path:
-    root = toy(STAGES)
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, empty_project: Path) -> Path:
+    """A project whose stages have run."""
+    root = Path(shutil.copytree(empty_project, tmp_path_factory.mktemp("status") / "toy"))
+    write_graph(root, STAGES)
     (root / "params.yaml").write_text("one: {kl: {coef: 0.05, target: null}, api_key: a}\n")
     (root / "tasks").mkdir()
     (root / "tasks" / "one.py").write_text("1\n")
     content = yaml.safe_load((root / "dvc.yaml").read_text())
     content["stages"]["one"] |= {"params": ["one"], "deps": ["input.txt", "tasks/one.py"]}
     (root / "dvc.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    serial(root)
+    call(root, sys.executable, "-m", "dvc", "repro")
     return root
+
+
+@pytest.fixture
+def finished(template: Path, tmp_path: Path) -> Path:
+    """A copy of it to work on."""
+    return Path(shutil.copytree(template, tmp_path / "toy", symlinks=True))
 
 
 def why(root: Path) -> dict[str, list[str]]:

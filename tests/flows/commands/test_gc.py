@@ -7,17 +7,21 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from flows import workspace
+from flows.cli import main
 from flows.commands import gc
 from flows.workspace import Workspace
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
 from tasks.naming import model_name
 from tests.conftest import call, commit
+
+if TYPE_CHECKING:
+    from tests.conftest import Ended
 
 GRAPH = """
 stages:
@@ -214,6 +218,7 @@ def test_experiments_of_people_stay(root: Path) -> None:
 
 def test_mlflow_that_does_not_answer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError, match="MLflow does not answer for the registered policy") as refused:
         gc.gc(root, 0, [], True)
     assert "secret" not in str(refused.value)
@@ -260,11 +265,11 @@ def test_refusals(root: Path, tmp_path: Path) -> None:
         gc.gc(root, 0, [], True)
 
 
-def test_the_command(root: Path, leash: Callable[..., object]) -> None:
-    process = leash(root, "gc", "--keep", "1")
-    out, errors = process.communicate(timeout=60)  # type: ignore[attr-defined]
-    assert "nightly-1" in out
-    assert errors == ""
-    process = leash(root, "gc", "--studies", "x")
-    _, errors = process.communicate(timeout=60)  # type: ignore[attr-defined]
-    assert (process.returncode, errors.count("\n")) == (2, 1)  # type: ignore[attr-defined]
+def test_the_command(root: Path, in_process: Callable[..., "Ended"], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["leash", "gc", "--keep", "1"])
+    ended = in_process(root, main)
+    assert "nightly-1" in ended.stdout
+    assert (ended.code, ended.stderr) == (0, "")
+    monkeypatch.setattr(sys, "argv", ["leash", "gc", "--studies", "x"])
+    ended = in_process(root, main)
+    assert (ended.code, ended.stderr.count("\n")) == (2, 1)

@@ -89,6 +89,7 @@ def test_a_server_that_does_not_answer_is_named(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     assert len(listed(project, 20)) == 4
     errors = capsys.readouterr().err
     assert errors.startswith("left out: MLflow at http://127.0.0.1:9 (which does not answer")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from tests.rlhf_core import launching
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("several_processes.py")
 MODULE = "tests.rlhf_core.ppo.several_processes"
-Alone = Callable[[dict[str, Any]], dict[str, Any]]
+Run = dict[str, Any]
+Made = Callable[..., tuple[Run, Path]]
 OPTIONS: dict[str, dict[str, Any]] = {
     "critic of its own": {},
     "shared critic, text": {
@@ -38,20 +40,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def launch(count: int, folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+def launch(count: int, folder: Path, options: dict[str, Any]) -> Run:
     return launching.launch(MODULE, count, folder, options, fails=options.get("die", False))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What one process makes with these options, made once."""
-    made: dict[str, dict[str, Any]] = {}
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """made(count, options, saves=False) -> what so many processes make with these options, made once; with `saves`
+    their checkpoints are in the folder, which must not be changed."""
+    found: dict[str, tuple[Run, Path]] = {}
 
-    def run(options: dict[str, Any]) -> dict[str, Any]:
-        key = json.dumps(options)
-        if key not in made:
-            made[key] = launch(1, tmp_path_factory.mktemp("alone") / "one", options)
-        return made[key]
+    def run(count: int, options: dict[str, Any], saves: bool = False) -> tuple[Run, Path]:
+        key = json.dumps([count, options, saves], sort_keys=True)
+        if key not in found:
+            folder = tmp_path_factory.mktemp("made")
+            state = {"state": str(folder / "state")} if saves else {}
+            found[key] = launch(count, folder / "run", options | state), folder / "state"
+        return found[key]
 
     return run
 
@@ -63,9 +68,9 @@ def relative(one: torch.Tensor, two: torch.Tensor) -> float:
 @pytest.mark.slow
 @pytest.mark.chosen("rloo, an odd minibatch")
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_path: Path, alone: Alone) -> None:
+def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, made: Made) -> None:
     """The same samples, the same gradient at the first step (1e-5), the same weights after three (1e-4)."""
-    one, two = alone(OPTIONS[name]), launch(2, tmp_path / "two", OPTIONS[name])
+    (one, _), (two, _) = (made(count, OPTIONS[name]) for count in (1, 2))
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["sampled"][0] == two["sampled"][0]
     assert relative(one["gradient"], two["gradient"]) <= 1e-5
@@ -77,6 +82,7 @@ def test_rule_13_rule_03_failure_10_two_processes_train_as_one(name: str, tmp_pa
         assert first["score"] == pytest.approx(second["score"], rel=1e-3, abs=1e-4)
 
 
+FSDP, TWO_STEPS = {"sharding": "fsdp"}, {"steps": 2}
 SHARDED: dict[str, dict[str, Any]] = {
     "critic of its own": {},
     "shared critic, text": OPTIONS["shared critic, text"],
@@ -94,10 +100,9 @@ SHARDED: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.chosen("critic of its own", "lora, full KL in the loss")
 @pytest.mark.parametrize("name", list(SHARDED))
-def test_rule_13_divided_models_train_as_whole_ones(name: str, tmp_path: Path, alone: Alone) -> None:
+def test_rule_13_divided_models_train_as_whole_ones(name: str, made: Made) -> None:
     """`sharding: fsdp` on two processes: samples, gradient and weights of one process, and about half the bytes."""
-    one = alone(SHARDED[name])
-    two = launch(2, tmp_path / "two", SHARDED[name] | {"sharding": "fsdp"})
+    (one, _), (two, _) = made(1, SHARDED[name]), made(2, SHARDED[name] | FSDP)
     assert one["sampled"] == two["sampled"]
     assert relative(one["gradient"], two["gradient"]) <= 1e-5
     assert relative(one["weights"][2], two["weights"][2]) <= 1e-4
@@ -123,17 +128,17 @@ def test_rule_14_divided_processes_stop_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.chosen("all weights")
-@pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["all weights", "lora"])
+@pytest.mark.parametrize("changes", [{}, {"lora": {"rank": 4}}], ids=["all weights", "lora"])
 def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(
-    lora: dict[str, int] | None, tmp_path: Path
+    changes: dict[str, Any], tmp_path: Path, made: Made
 ) -> None:
     """In two: the bytes of a run without a stop. In one, or from one to two: the weights up to rounding."""
-    options = {"sharding": "fsdp", "lora": lora}
-    straight = launch(2, tmp_path / "straight", options)
-    for name, first, then in (("two", 2, 2), ("one", 2, 1), ("more", 1, 2)):
-        state = {"state": str(tmp_path / f"state of {name}")}
-        launch(first, tmp_path / f"first {name}", options | state | {"steps": 2})
-        continued = launch(then, tmp_path / f"then {name}", options | state)
+    options = FSDP | changes
+    straight, _ = made(2, options)
+    for first, then in ((2, 2), (2, 1), (1, 2)):
+        _, checkpoints = made(first, options | TWO_STEPS, saves=True)
+        state = shutil.copytree(checkpoints, tmp_path / f"state of {first} for {then}")
+        continued = launch(then, tmp_path / f"{first} and {then}", options | {"state": str(state)})
         assert len(continued["rows"]) == 1
         assert relative(straight["weights"][2], continued["weights"][0]) <= 1e-4
         assert torch.equal(straight["weights"][2], continued["weights"][0]) or first != then
@@ -141,7 +146,7 @@ def test_rule_19_a_checkpoint_of_two_processes_continues_in_two_and_in_one(
 
 @pytest.mark.slow
 def test_failure_01_a_kill_while_a_divided_checkpoint_is_written_leaves_the_one_before(tmp_path: Path) -> None:
-    options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
+    options = FSDP | {"state": str(tmp_path / "state")}
     launch(2, tmp_path / "killed", options | {"die": True})
     assert (tmp_path / "state/checkpoint-1/seal.json").exists()
     assert not (tmp_path / "state/checkpoint-2").exists()
@@ -149,10 +154,9 @@ def test_failure_01_a_kill_while_a_divided_checkpoint_is_written_leaves_the_one_
 
 
 @pytest.mark.slow
-def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Path) -> None:
+def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Path, made: Made) -> None:
     """The one before is, and the message names the step; with a seal that fits it is an error of one line."""
-    options = {"sharding": "fsdp", "state": str(tmp_path / "state")}
-    launch(2, tmp_path / "first", options | {"steps": 2})
+    shutil.copytree(made(2, FSDP | TWO_STEPS, saves=True)[1], tmp_path / "state")
     missing = next((tmp_path / "state/checkpoint-2" / "state").iterdir())
     missing.unlink()
     seal(tmp_path / "state/checkpoint-2")
@@ -168,7 +172,7 @@ def test_a_divided_checkpoint_without_one_of_its_files_is_not_used(tmp_path: Pat
 @pytest.mark.slow
 def test_failure_01_a_full_disk_and_a_missing_file_are_plain_errors_of_both_processes(tmp_path: Path) -> None:
     """When the parts of a checkpoint are written, before it is sealed."""
-    launch(2, tmp_path / "two", {"sharding": "fsdp", "checks_saving": True})
+    launch(2, tmp_path / "two", FSDP | {"checks_saving": True})
 
 
 @pytest.mark.slow
@@ -177,11 +181,11 @@ def test_frozen_models_in_bfloat16_are_divided_as_they_are(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_missing_file_of_the_only_checkpoint_is_an_error_and_nothing_is_removed(tmp_path: Path) -> None:
+def test_a_missing_file_of_the_only_checkpoint_is_an_error_and_nothing_is_removed(tmp_path: Path, made: Made) -> None:
     """With the seal that was written; a run with fresh moments would be a silent loss."""
-    state = tmp_path / "state"
-    launch(2, tmp_path / "first", {"sharding": "fsdp", "state": str(state), "steps": 1})
-    missing = next((state / "checkpoint-1" / "state").iterdir())
+    state, name = tmp_path / "state", "checkpoint-1"
+    shutil.copytree(made(2, FSDP | TWO_STEPS, saves=True)[1] / name, state / name)
+    missing = next((state / name / "state").iterdir())
     missing.rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="this file of a checkpoint is missing") as error:
         checkpoint.load(Checkpoints(state))
@@ -224,16 +228,16 @@ def test_more_processes_of_a_stage_than_gpus_are_refused(
 
 
 @pytest.mark.slow
-def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path, alone: Alone) -> None:
+def test_two_groups_of_torchrun_train_as_one_process(tmp_path: Path, made: Made) -> None:
     """Two nodes, here on one machine: each group has a rank of its own, and they meet at the first one's address."""
-    options, environment = {"sharding": "fsdp"}, os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    one = alone({})
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    one, _ = made(1, {})
     (tmp_path / "two").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     command += ["--master-addr", "127.0.0.1", "--master-port", str(launching.free_port())]
     nodes = [
         subprocess.Popen(
-            [*command, "--node-rank", str(rank), str(SCRIPT), str(tmp_path / "two"), json.dumps(options)],
+            [*command, "--node-rank", str(rank), str(SCRIPT), str(tmp_path / "two"), json.dumps(FSDP)],
             cwd=ROOT,
             env=environment,
         )

@@ -195,6 +195,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.chosen("warm-ups", "adaptive", "stops")
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
 def test_rule_19_a_resume_after_any_step_ends_in_the_same_bytes(
     make_trainer: MakeTrainer, tmp_path: Path, options: dict[str, Any]

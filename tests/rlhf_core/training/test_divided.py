@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dpo": {"what": "dpo"},
 }
 Run = dict[str, Any]
+Made = Callable[[int, str], Run]
 
 
 def launch(count: int, folder: Path, options: dict[str, Any], fails: bool = False) -> Run:
     return launching.launch(MODULE, count, folder, options, fails)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """made(count, name) -> what so many processes make with these options, made once."""
+    return cache(lambda count, name: launch(count, tmp_path_factory.mktemp("made") / "run", OPTIONS[name]))
 
 
 def relative(one: torch.Tensor, two: torch.Tensor) -> float:
@@ -41,10 +50,10 @@ def numbers(run: Run, *names: str) -> list[list[float]]:
 @pytest.mark.slow
 @pytest.mark.chosen("sft", "reward with lora", "dpo")
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_rule_13_a_divided_model_trains_as_a_whole_one(name: str, tmp_path: Path) -> None:
+def test_rule_13_a_divided_model_trains_as_a_whole_one(name: str, made: Made) -> None:
     """The gradient of the first step (1e-5), the weights in the end (1e-4), the log, and half the bytes; the last batch
     of an epoch is not full, and parts of a batch are no multiple of the processes."""
-    one, two = (launch(count, tmp_path / str(count), OPTIONS[name]) for count in (1, 2))
+    one, two = made(1, name), made(2, name)
     assert (one["processes"], two["processes"]) == (1, 2)
     assert len(one["gradients"]) == len(two["gradients"]) == 6
     assert relative(one["gradients"][0], two["gradients"][0]) <= 1e-5
@@ -66,7 +75,9 @@ def test_a_lack_of_memory_in_one_process_ends_all_with_the_key_to_lower(tmp_path
 @pytest.mark.slow
 @pytest.mark.chosen("sft")
 @pytest.mark.parametrize("name", ["sft", "reward with lora"])
-def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte(name: str, tmp_path: Path) -> None:
+def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte(
+    name: str, tmp_path: Path, made: Made
+) -> None:
     """One process is killed while both write their parts of the second checkpoint; the run continues from the first."""
     state = {"state": str(tmp_path / "state")}
     launch(2, tmp_path / "killed", OPTIONS[name] | state | {"die": True}, fails=True)
@@ -74,16 +85,16 @@ def test_rule_19_failure_01_a_kill_while_a_checkpoint_is_written_changes_no_byte
     assert sealed == {"checkpoint-2"}
     continued = launch(2, tmp_path / "continued", OPTIONS[name] | state)
     assert len(continued["gradients"]) == 4
-    straight = launch(2, tmp_path / "straight", OPTIONS[name])
+    straight = made(2, name)
     assert torch.equal(straight["saved"], continued["saved"])
     assert all(map(torch.equal, straight["gradients"][2:], continued["gradients"]))
 
 
 @pytest.mark.slow
-def test_a_divided_model_in_bfloat16_has_float32_weights(tmp_path: Path) -> None:
+def test_a_divided_model_in_bfloat16_has_float32_weights(tmp_path: Path, made: Made) -> None:
     """The first gradient is further from float32's than a whole model's (0.10 and 0.025): layers also get their hidden
     states in bfloat16. Started by `accelerate launch`, with gloo where there is no GPU."""
-    exact = launch(1, tmp_path / "exact", OPTIONS["sft"])["gradients"][0]
+    exact = made(1, "sft")["gradients"][0]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu"]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     command += [str(SCRIPT), str(tmp_path), json.dumps(OPTIONS["sft"] | {"precision": "bfloat16"})]

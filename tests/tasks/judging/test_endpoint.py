@@ -94,7 +94,10 @@ def test_what_cannot_be_read_is_counted_and_is_no_verdict(make_judge: Any, serve
 
 
 @pytest.mark.parametrize("failure", [(429, {}), (500, {}), (503, b"<html>down</html>"), (200, None)])
-def test_what_may_pass_is_tried_again(make_judge: Any, server: "Server", failure: "Reply") -> None:
+def test_what_may_pass_is_tried_again(
+    make_judge: Any, server: "Server", monkeypatch: pytest.MonkeyPatch, failure: "Reply"
+) -> None:
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.02)
     server.failures = [failure] * 3
     assert make_judge(concurrency=1).prefer(PROMPTS, GOOD, BAD) == [1.0] * 6
     assert len(server.bodies) == 15

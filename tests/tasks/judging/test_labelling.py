@@ -3,7 +3,6 @@
 import json
 import math
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ from rlhf_core.errors import UserError
 from rlhf_core.evaluation.judges import RubricJudge
 from tasks.judging.labelling import agreement, label, of_dataset, with_known_order
 from tasks.judging.preference_pairs import measure_agreement
+from tests import warm
+from tests.conftest import clean_environment
 
 if TYPE_CHECKING:
     from tasks.stage.stage import Stage
@@ -184,7 +185,8 @@ def test_a_killed_stage_sends_no_answered_question_again(labelled: "Project", se
         return answer(body)
 
     server.answer = kill
-    process = subprocess.Popen([sys.executable, "-m", "tasks", "preferences"], cwd=labelled.root)
+    command = [sys.executable, "-m", "tasks", "preferences"]
+    process = warm.Popen(command, cwd=labelled.root, env=clean_environment(), text=True)
     assert process.wait(timeout=200) == -signal.SIGKILL
     server.answer = answer
     done = labelled.stage("preferences")

@@ -43,12 +43,12 @@ def slowly(path, data, dumper, fs=None, **options):
             file.write(part + "path:")
             file.flush()
             print("writing", flush=True)
-            time.sleep(1)
+            time.sleep(float(sys.argv[1]))
         file.write(text.getvalue().rpartition("path:")[2])
 
 _common._dump_data = slowly
 from dvc.cli import main
-sys.exit(main(["repro", "--single-item", "--force", sys.argv[1]]))
+sys.exit(main(["repro", "--single-item", "--force", "first"]))
 """
 
 
@@ -63,9 +63,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rewriting(root: Path) -> subprocess.Popen[str]:
-    """A DVC that has begun to rewrite dvc.lock and takes seconds for it."""
-    process = subprocess.Popen([sys.executable, "-c", SLOW_DVC, "first"], cwd=root, stdout=subprocess.PIPE, text=True)
+def rewriting(root: Path, pause: float = 1.0) -> subprocess.Popen[str]:
+    """A DVC that has begun to rewrite dvc.lock and waits `pause` seconds after each of its four parts."""
+    command = [sys.executable, "-c", SLOW_DVC, str(pause)]
+    process = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while "writing" not in process.stdout.readline():
         assert process.poll() is None
@@ -75,7 +76,7 @@ def rewriting(root: Path) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_a_project_is_never_read_in_the_middle_of_a_rewrite(root: Path) -> None:
     whole = (root / "dvc.lock").read_text(encoding="utf-8")
-    writer = rewriting(root)
+    writer = rewriting(root, pause=0.5)
     try:
         assert (root / "dvc.lock").read_text(encoding="utf-8") != whole, "the writer is not in the middle"
         with open_project(root) as project:
@@ -114,7 +115,7 @@ def test_a_stage_that_starts_in_the_middle_of_a_rewrite(root: Path) -> None:
 def test_the_text_and_the_order_of_the_lock_file_wait_for_the_writer_too(root: Path) -> None:
     whole = (root / "dvc.lock").read_text(encoding="utf-8")
     for read, expected in ((read_lock_file, whole), (recorded_order, ("first", "second"))):
-        writer = rewriting(root)
+        writer = rewriting(root, pause=0.2)
         try:
             assert read(root) == expected
         finally:

@@ -1,8 +1,5 @@
 """Stages whose model is divided over processes, run as DVC runs them."""
 
-import os
-import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -36,15 +33,7 @@ def test_a_stage_of_two_processes_makes_what_one_makes(name: str, finished: "Pro
     made = []
     for count in (1, 2):
         finished.set(f"{stage}.processes", count)
-        done = subprocess.run(
-            [sys.executable, "-m", "tasks", stage],
-            cwd=finished.root,
-            env=os.environ | {"PYTHONPATH": str(finished.root)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = finished.stage(stage)
         assert done.returncode == 0, done.stderr
         files = sorted((finished.root / folder).rglob("*.safetensors"))
         made.append((finished.json(f"metrics/{stage}.json"), [load_file(file) for file in files]))

@@ -366,6 +366,7 @@ def test_runs_of_mlflow_by_id_beginning_and_name(project: Path, monkeypatch: pyt
 
 def test_a_server_that_does_not_answer_is_named(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://user:secret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(UserError, match=r"MLflow at http://127.0.0.1:9 \(which does not answer") as error:
         find(project, "nothing")
     assert "secret" not in str(error.value)

@@ -48,6 +48,7 @@ def start(home: Path, tmp_path: Path, database: Path) -> Iterator[tuple[Start, W
         "PYTHONPATH": str(Path(flows.__file__).parents[1]),
         "MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}",
         "PREFECT_API_URL": "",
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
     }
     words = ["-m", "mlflow", "server", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db", "--port", str(port),
              "--artifacts-destination", str(tmp_path / "artifacts"), "--workers", "1"]  # fmt: skip

@@ -217,13 +217,15 @@ def test_a_study_does_not_run_the_committed_parameters_in_place_of_edited_ones(
     assert not (home / "work/studies").exists()
 
 
-def test_another_study_of_this_name_is_refused(home: Path, leash: Callable[..., "subprocess.Popen[str]"]) -> None:
+def test_another_study_of_this_name_is_refused(
+    home: Path, in_process: Callable[..., "Ended"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["leash", "study", "-S", "seed=1,2", "--name", "betas"])
     folder = home / "work/studies/betas"
     folder.mkdir(parents=True)
     record = {"commit": workspace.resolve(home, "HEAD"), "call": {}, "command": "leash study -S a=1 --name betas"}
     (folder / "study.json").write_text(json.dumps(record))
-    _, errors = leash(home, "study", "-S", "seed=1,2", "--name", "betas").communicate(timeout=60)
-    assert errors == (
+    assert in_process(home, main).stderr == (
         "error: study betas was begun as `leash study -S a=1 --name betas`; call it so, or choose another --name\n"
     )
 
