@@ -54,7 +54,6 @@ from tasks.stage.run import quiet_libraries
 CHOICES = {"random": 0, "margin": 1, "disagreement": 3}
 """How many reward models each choice reads; the first one is measured."""
 EXACT = NoisyAnnotators(RubricJudge(), temperature=0.0, flip_rate=0.0, seed=0)
-
 RESAMPLES = 2000
 
 

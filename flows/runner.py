@@ -42,12 +42,13 @@ def run(
     failure = None
     with driver.exclusive(root) as project:
         graph = project.graph.select(stages)
-        if "check" in graph.stages:  # the stage refuses the same, after a server has started
+        checks = "check" in graph.stages
+        content = read_yaml(root / PARAMS_FILE) if checks or (root / PARAMS_FILE).exists() else {}
+        if checks:  # the stage refuses the same, after a server has started
             from tasks.params.all import Params
 
-            parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
+            parse(Params, content, file=PARAMS_FILE)
         address = remote.require(root, pull, push)
-        content = read_yaml(root / PARAMS_FILE) if (root / PARAMS_FILE).exists() else {}
         off = {stage for stage in graph.stages if why_switched_off(content, stage)}
         expected = project.forecast(graph, force)
         plan = any(what != UNCHANGED for what, _ in expected.values())

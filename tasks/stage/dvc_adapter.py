@@ -172,7 +172,8 @@ def overridden(content: Mapping[str, Any], overrides: Sequence[str]) -> dict[str
     """The content of params.yaml with the overrides, all at once. Raises UserError as `apply_overrides`."""
     with TemporaryDirectory(prefix="leash-") as folder:
         file = Path(folder) / "params.json"
-        file.write_text(json.dumps(content), encoding="utf-8")
+        text = json.dumps(content, default=str)  # a date, which no parameter is, as text
+        file.write_text(text, encoding="utf-8")
         try:
             _apply(file, *overrides)
         except UserError:

@@ -64,6 +64,13 @@ def test_a_dry_run_runs_nothing(
     assert not (root / "one.out").exists()
 
 
+def test_a_dry_run_names_what_params_switch_off(toy: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+    root = toy({"sft": ("work", []), "dpo": ("work", ["sft"]), "rloo": ("work", ["sft"])})
+    (root / "params.yaml").write_text("sft: {enabled: false}\ndpo: {enabled: true}\nrloo: {enabled: false}\n")
+    assert runner.run(root, None, False, dry_run=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "switched off in params.yaml: rloo"
+
+
 @pytest.mark.parametrize(
     ("cause", "code", "says"),
     [
