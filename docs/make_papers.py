@@ -26,15 +26,17 @@ sys.path.insert(0, str(ROOT))
 
 from flows import isolated  # noqa: E402
 from flows.commands.study.file import read_study  # noqa: E402
+from flows.commands.study.picture import mean_line  # noqa: E402
 from flows.commands.study.study import prepare  # noqa: E402
 from flows.commands.study.tables import Summary, markdown, summarise, text  # noqa: E402
-from tasks.page.canvas import canvas, label_axes, png, styled  # noqa: E402
+from rlhf_core.evaluation.optimum import share_of_optimum  # noqa: E402
+from tasks.page.canvas import MUTED, canvas, colour_of, label_axes, png, styled  # noqa: E402
 from tasks.records.recorded import read_results  # noqa: E402
 
 PAGE, FOLDER = HERE / "papers.md", HERE / "papers"
 KEPT = ["family", "point", "kl", "gold", "reward"]
 """Columns of plots/frontier.csv: a model or snapshot, its n or step, KL to SFT in nats, and mean scores on the held-out
-prompts."""
+prompts. Rows of the family `optimum` are from metrics/evaluate.json, with their β as `point`."""
 
 
 def export(name: str) -> None:
@@ -48,8 +50,11 @@ def export(name: str) -> None:
         if found is None:
             print(f"{trial.name} is not finished")
             continue
-        files = read_results(ROOT, found, "metrics/reward.json", "plots/frontier.csv")
+        files = read_results(ROOT, found, "metrics/reward.json", "metrics/evaluate.json", "plots/frontier.csv")
         rows = pd.read_csv(io.BytesIO(files["plots/frontier.csv"]))[KEPT].dropna(subset=["kl"])
+        optimum = pd.DataFrame(json.loads(files["metrics/evaluate.json"])["optimum"]).rename(columns={"beta": "point"})
+        if len(optimum):
+            rows = pd.concat([rows, optimum.assign(family="optimum")[KEPT]])
         setting = {key.rsplit(".", 1)[-1]: value for key, value in trial.setting}
         accuracy = json.loads(files["metrics/reward.json"]).get("heldout_accuracy")
         parts.append(rows.assign(**setting, seed=trial.params["seed"], accuracy=accuracy))
@@ -92,6 +97,18 @@ def method_rows(table: pd.DataFrame, family: str) -> pd.DataFrame:
     points = rows.point.astype(float)
     trials = [rows[column] for column in rows if column not in [*KEPT, "accuracy", "start", "d", "gain"]]
     return rows[points == points.groupby(trials).transform("max")]
+
+
+def shares(rows: pd.DataFrame, table: pd.DataFrame) -> list[float]:
+    """The gain in reward of each row of a method, as a share of the optimum's at the same KL and of the same trial; NaN
+    where it is not estimated."""
+    found = []
+    for row in rows.to_dict("records"):
+        trial = table[(table.seed == row["seed"]) & (table.case == row["case"])]
+        start, optimum = trial[trial.family == "sft"].reward.iloc[0], trial[trial.family == "optimum"].sort_values("kl")
+        share = share_of_optimum(row["reward"] - start, row["kl"], list(optimum.kl), list(optimum.reward - start))
+        found.append(math.nan if share is None else share)
+    return found
 
 
 # Gao, Schulman, Hilton 2022
@@ -164,8 +181,25 @@ def gao_slopes(table: pd.DataFrame) -> str:
     return markdown(cells)
 
 
+def draw_optimum(axes: Any, table: pd.DataFrame, height: str) -> None:
+    """The optimum of the reward model over √KL, mean of the seeds of one setting; nothing without it."""
+    lines = [
+        list(zip(rows.d, rows[height], strict=True))
+        for _, rows in table[table.family == "optimum"].sort_values("kl").groupby("seed")
+    ]
+    if lines:
+        axes.plot(*mean_line(lines), color=MUTED, label="the optimum for the reward model", linestyle=(0, (5, 3)))
+
+
+def draw_points(axes: Any, rows: pd.DataFrame, mark: str, name: str, **style: Any) -> None:
+    """Gold over √KL: a small mark for each training seed, and a large one for their mean."""
+    axes.plot(rows.d, rows.gold, mark, markersize=3, alpha=0.5, **style)
+    axes.plot(rows.d.mean(), rows.gold.mean(), mark, markersize=8, label=name, **style)
+
+
 def gao_picture(table: pd.DataFrame) -> bytes:
-    """Gain over √KL: a panel for each number of pairs, a line for each size, means of the seeds."""
+    """Gain over √KL: a panel for each number of pairs, a line for each size, means of the seeds; the optimum is that of
+    the largest reward model."""
     numbers, sizes = sorted(table.max_pairs.unique()), sorted(table.base.unique(), key=weights_of)
     with styled():
         figure, panels = canvas("Gold score less SFT's over √KL: PPO without a leash, best of n dashed", columns=2,
@@ -178,6 +212,7 @@ def gao_picture(table: pd.DataFrame) -> bytes:
                     means = rows[rows.family == family].groupby("point")[["d", "gain"]].mean().sort_values("d")
                     name = f"{size.removeprefix('weights-').upper()} weights" if family == "ppo" else None
                     axes.plot(means.d, means.gain, style, color=colour, label=name)
+            draw_optimum(axes, table[(table.max_pairs == pairs) & (table.base == sizes[-1])], "gain")
             axes.axhline(0, color="#77828f", linewidth=0.8)
             axes.set_ylim(-3, 3)
             axes.set_title(f"{pairs:,} pairs".replace(",", " "), fontsize=10, loc="left")
@@ -234,29 +269,81 @@ def xu_effects(table: pd.DataFrame) -> str:
     return markdown(cells)
 
 
+def xu_picture(table: pd.DataFrame) -> bytes:
+    """Gold over √KL for each setting and DPO; open marks have no normalised advantages."""
+    with styled():
+        figure, (axes,) = canvas("Gold score over √KL, three training seeds", width=8.6, height=5.0)
+        last_steps = method_rows(table, "ppo")
+        first = ["case", "whiten_advantages", "reference_ema"]
+        draw_optimum(axes, table.merge(last_steps[first].drop_duplicates().head(1), on=first), "gold")
+        for (case, whiten, ema), rows in last_steps.groupby(["case", "whiten_advantages", "reference_ema"], sort=False):
+            normalised, fixed = str(whiten).lower() == "true", ema == "null"
+            name = f"{case} batch" + (", normalised" if normalised else "") + ("" if fixed else ", moving reference")
+            colour = colour_of("ppo" if fixed else "rloo")
+            draw_points(axes, rows, "o" if case == "large" else "s", name, color=colour,
+                        fillstyle="full" if normalised else "none")  # fmt: skip
+        draw_points(axes, method_rows(table, "dpo"), "D", "DPO", color=colour_of("dpo"))
+        label_axes(axes, "gold score", "√KL from SFT, KL in nats per answer")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+        return png(figure)
+
+
 # Ahmadian et al. 2024
 
 METHODS = {"ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "reinforce": "REINFORCE", "rejection_sft": "rejection SFT",
            "hybrid": "PPO after rejection SFT", "dpo": "DPO", "best_of_n": "best of {n}"}  # fmt: skip
 UPDATES = {"published": "one update of a rollout", "ppo-style": "PPO's updates", "dr-grpo": "Dr. GRPO"}
-"""What the cases of the studies change for the methods of `OF_REINFORCE`."""
+"""What the cases of the studies change for the methods of `CHANGED`."""
 OF_REINFORCE = ("rloo", "grpo", "reinforce")
+CHANGED = {"published": tuple(METHODS), "ppo-style": ("rloo",), "dr-grpo": ("grpo",)}
 
 
 def ahmadian_table(table: pd.DataFrame, score: str = "gold") -> str:
     """A row for each method and case that differs from the others; the differences are paired by seed."""
-    cells = [["method", score, "KL", "PPO less it"]]
+    cells = [["method", score, "KL, nats", "share of the optimum", "PPO less it"]]
     ppo = by_seed(method_rows(table[table.case == "published"], "ppo"), lambda rows: rows[score].iloc[0])
     for family, label in METHODS.items():
         for case, meaning in UPDATES.items():
             rows = method_rows(table[table.case == case], family)
-            own = family in OF_REINFORCE if case == "ppo-style" else family == "grpo" if case == "dr-grpo" else True
-            if not len(rows) or not own:
+            if not len(rows) or family not in CHANGED[case]:
                 continue
             found = by_seed(rows, lambda part: part[score].iloc[0])
             differences = [mine - other for mine, other in zip(ppo, found, strict=True)]
             name = label.format(n=rows.point.iloc[0]) + (f", {meaning}" if family in OF_REINFORCE else "")
-            cells.append([name, cell(found), cell(rows.kl), "–" if family == "ppo" else cell(differences, "+.2f")])
+            cells.append([name, cell(found), cell(rows.kl), cell(shares(rows, table)),
+                          "–" if family == "ppo" else cell(differences, "+.2f")])  # fmt: skip
+    return markdown(cells)
+
+
+def ahmadian_picture(table: pd.DataFrame) -> bytes:
+    """Gold over √KL: a small point for each training seed and a large one for their mean; the line is best of n."""
+    with styled():
+        figure, (axes,) = canvas("Gold score over √KL, five training seeds", width=8.6, height=5.0)
+        published = table[table.case == "published"]
+        draw_optimum(axes, published, "gold")
+        for case, families in CHANGED.items():
+            for family in families:
+                rows, colour = method_rows(table[table.case == case], family), colour_of(family)
+                if len(rows):
+                    name = METHODS[family].format(n="n") + (f", {UPDATES[case]}" if family in OF_REINFORCE else "")
+                    mark = {"published": "o", "ppo-style": "s", "dr-grpo": "^"}[case]
+                    draw_points(axes, rows, mark, name, color=colour)
+        means = published[published.family == "best_of_n"].groupby("point")[["d", "gold"]].mean().sort_values("d")
+        axes.plot(means.d, means.gold, color=colour_of("best_of_n"), linewidth=1)
+        label_axes(axes, "gold score", "√KL from SFT, KL in nats per answer")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)
+        return png(figure)
+
+
+def tuning_table(table: pd.DataFrame) -> str:
+    """Gold of each method at three learning rates, one seed."""
+    cases = list(table.case.unique())
+    cells = [["gold", *cases]]
+    for family, label in METHODS.items():
+        rows = method_rows(table, family)
+        if family != "best_of_n" and len(rows):
+            golds = [float(rows[rows.case == case].gold.iloc[0]) for case in cases]
+            cells.append([label, *(f"**{gold:.2f}**" if gold == max(golds) else f"{gold:.2f}" for gold in golds)])
     return markdown(cells)
 
 
@@ -286,11 +373,16 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "xu": ("xu", xu_table),
     "xu-effects": ("xu", xu_effects),
     "ahmadian": ("ahmadian", ahmadian_table),
+    "ahmadian-tuning": ("ahmadian-tuning", tuning_table),
     "ahmadian-arithmetic": ("ahmadian-arithmetic", partial(ahmadian_table, score="reward")),
     "ahmadian-ppo": ("ahmadian-ppo", ladder_table),
 }
 """Name of a pair of marks on the page: the study and what makes the table."""
-PICTURES: dict[str, Callable[[pd.DataFrame], bytes]] = {"gao": gao_picture}
+PICTURES: dict[str, Callable[[pd.DataFrame], bytes]] = {
+    "gao": gao_picture,
+    "xu": xu_picture,
+    "ahmadian": ahmadian_picture,
+}
 
 
 def page(written: str) -> str:

@@ -68,6 +68,7 @@ def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType) -> None:
     found = [line.split("|")[2].split()[0] for line in papers.xu_effects(table).splitlines()[2:]]
     assert found == ["+1.00", "+0.50", "−0.10"]
     assert "| DPO |  |  | 1.50" in papers.xu_table(table)
+    assert papers.xu_picture(table).startswith(b"\x89PNG")
 
 
 def test_methods_are_compared_with_the_last_step_of_ppo_and_the_largest_n(papers: ModuleType) -> None:
@@ -80,12 +81,29 @@ def test_methods_are_compared_with_the_last_step_of_ppo_and_the_largest_n(papers
         rows += [point("rloo", 0, 3.0, 2.75 - other, case=case, seed=seed)]
         rows += [point("grpo", 0, 3.0, 2.0 + other, case=case, seed=seed)]
         rows += [point("best_of_n", n, 0.6, gold, case=case, seed=seed) for n, gold in ((4, 9.0), (16, 3.5))]
-    lines = papers.ahmadian_table(store(papers, "ahmadian", rows)).splitlines()[2:]
-    assert {line.split("|")[1].strip(): line.split("|")[4].split()[0] for line in lines} == {
+    table = store(papers, "ahmadian", rows)
+    lines = papers.ahmadian_table(table).splitlines()[2:]
+    assert {line.split("|")[1].strip(): line.split("|")[5].split()[0] for line in lines} == {
         "PPO": "–", "RLOO, one update of a rollout": "+0.25", "RLOO, PPO's updates": "+0.75",
-        "GRPO, one update of a rollout": "+1.00", "GRPO, PPO's updates": "+0.50", "GRPO, Dr. GRPO": "+0.50",
-        "DPO": "+2.00", "best of 16": "−0.50",
+        "GRPO, one update of a rollout": "+1.00", "GRPO, Dr. GRPO": "+0.50", "DPO": "+2.00", "best of 16": "−0.50",
     }  # fmt: skip
+    assert papers.ahmadian_picture(table).startswith(b"\x89PNG")
+
+
+def test_shares_are_those_of_the_optimum_of_the_same_trial(papers: ModuleType) -> None:
+    """The optimum gains 2·seed in reward at 4 nats; half of it at the same KL is a share of a half."""
+    rows = []
+    for seed in (1, 2):
+        for family, place, kl, reward in (
+            ("sft", 0, 0, 5),
+            ("ppo", 28, 2, 5 + seed / 2),
+            ("optimum", 0.1, 4, 5 + 2 * seed),
+        ):
+            rows.append(point(family, place, kl, 0.0, case="published", seed=seed) | {"reward": reward})
+        rows.append(point("rloo", 0, 4.5, 0.0, case="published", seed=seed) | {"reward": 9})
+    table = store(papers, "ahmadian", rows)
+    assert papers.shares(table[table.family == "ppo"], table) == [0.5, 0.5]
+    assert all(map(math.isnan, papers.shares(table[table.family == "rloo"], table)))
 
 
 def test_without_gold_the_methods_are_compared_by_the_score(papers: ModuleType) -> None:
@@ -96,7 +114,7 @@ def test_without_gold_the_methods_are_compared_by_the_score(papers: ModuleType) 
             rows.append(point(family, place, 1.0, "", **setting) | {"reward": reward, "accuracy": ""})
     lines = papers.ahmadian_table(store(papers, "ahmadian-arithmetic", rows), "reward").splitlines()
     assert "reward" in lines[0]
-    assert [line.split("|")[4].split()[0] for line in lines[2:]] == ["–", "+0.20", "+0.10"]
+    assert [line.split("|")[5].split()[0] for line in lines[2:]] == ["–", "+0.20", "+0.10"]
 
 
 def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:

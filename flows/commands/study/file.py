@@ -26,7 +26,8 @@ class _File(Block):
     set: dict[str, Any] = Field(default_factory=dict)
     cases: dict[str, dict[str, Any]] = Field(default_factory=dict)
     seeds: list[Count] = Field(default_factory=list)
-    methods: list[str] = Field(default_factory=list)
+    methods: list[str] | None = None
+    """None: those of the parameters; an empty list: PPO alone."""
     objective: str | None = None
     minimise: bool = False
     constraint: str | None = None
@@ -65,9 +66,8 @@ def read_study(root: Path, path: Path) -> tuple[str | None, Call]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     params = read_written(root / Path(study.params).expanduser()) if study.params else None
-    call = Call(
-        tuple(words), tuple(study.methods), None, study.objective, study.constraint, not study.minimise, cases, params
-    )
+    methods = () if study.methods is None else tuple(study.methods) or ("ppo",)
+    call = Call(tuple(words), methods, None, study.objective, study.constraint, not study.minimise, cases, params)
     return study.name, call
 
 

@@ -122,6 +122,11 @@ def test_without_cases_a_file_is_the_command_line(home: Path) -> None:
     assert file.read_study(home, home / "study.yaml") == (None, Call(words))
 
 
+def test_an_empty_list_of_methods_is_ppo_alone(home: Path) -> None:
+    (home / "study.yaml").write_text("methods: []\n")
+    assert file.read_study(home, home / "study.yaml")[1] == Call((), ("ppo",))
+
+
 @pytest.mark.parametrize("name", ["quick", "tiny", "arithmetic", "reviews", "qwen-8b-8gpus", "smollm2-sentiment"])
 def test_a_whole_parameter_file_takes_the_place_of_the_committed_one(tmp_path: Path, name: str) -> None:
     """Also methods that only params.yaml switches on are gone."""
