@@ -292,26 +292,28 @@ def xu_picture(table: pd.DataFrame) -> bytes:
 
 METHODS = {"ppo": "PPO", "rloo": "RLOO", "grpo": "GRPO", "reinforce": "REINFORCE", "rejection_sft": "rejection SFT",
            "hybrid": "PPO after rejection SFT", "dpo": "DPO", "best_of_n": "best of {n}"}  # fmt: skip
-UPDATES = {"published": "one update of a rollout", "ppo-style": "PPO's updates", "dr-grpo": "Dr. GRPO"}
+UPDATES = {"published": "one update of a rollout", "ppo-style": "PPO's settings"}
 """What the cases of the studies change for the methods of `CHANGED`."""
 OF_REINFORCE = ("rloo", "grpo", "reinforce")
-CHANGED = {"published": tuple(METHODS), "ppo-style": ("rloo",), "dr-grpo": ("grpo",)}
+CHANGED = {"published": tuple(METHODS), "ppo-style": ("rloo",)}
 
 
 def ahmadian_table(table: pd.DataFrame, score: str = "gold") -> str:
-    """A row for each method and case that differs from the others; the differences are paired by seed."""
-    cells = [["method", score, "KL, nats", "share of the optimum", "PPO less it"]]
-    ppo = by_seed(method_rows(table[table.case == "published"], "ppo"), lambda rows: rows[score].iloc[0])
+    """A row for each method and case that differs from the others. Differences are paired by seed; a share needs the
+    optimum at the KL of every seed."""
+    cells = [["method", score, "KL, nats", "share of the optimum", "PPO less it", "RLOO less it"]]
+    published = table[table.case == "published"]
+    bases = [method_rows(published, name).set_index("seed")[score] for name in ("ppo", "rloo")]
     for family, label in METHODS.items():
         for case, meaning in UPDATES.items():
             rows = method_rows(table[table.case == case], family)
             if not len(rows) or family not in CHANGED[case]:
                 continue
-            found = by_seed(rows, lambda part: part[score].iloc[0])
-            differences = [mine - other for mine, other in zip(ppo, found, strict=True)]
-            name = label.format(n=rows.point.iloc[0]) + (f", {meaning}" if family in OF_REINFORCE else "")
-            cells.append([name, cell(found), cell(rows.kl), cell(shares(rows, table)),
-                          "–" if family == "ppo" else cell(differences, "+.2f")])  # fmt: skip
+            found, known = rows.set_index("seed")[score], shares(rows, table)
+            name = label.format(n=round(float(rows.point.iloc[0] or 0)))
+            name += f", {meaning}" if family in OF_REINFORCE else ""
+            less = ["–" if base.equals(found) else cell((base - found).dropna(), "+.2f") for base in bases]
+            cells.append([name, cell(found), cell(rows.kl), "–" if any(map(math.isnan, known)) else cell(known), *less])
     return markdown(cells)
 
 
@@ -326,7 +328,7 @@ def ahmadian_picture(table: pd.DataFrame) -> bytes:
                 rows, colour = method_rows(table[table.case == case], family), colour_of(family)
                 if len(rows):
                     name = METHODS[family].format(n="n") + (f", {UPDATES[case]}" if family in OF_REINFORCE else "")
-                    mark = {"published": "o", "ppo-style": "s", "dr-grpo": "^"}[case]
+                    mark = {"published": "o", "ppo-style": "s"}[case]
                     draw_points(axes, rows, mark, name, color=colour)
         means = published[published.family == "best_of_n"].groupby("point")[["d", "gold"]].mean().sort_values("d")
         axes.plot(means.d, means.gold, color=colour_of("best_of_n"), linewidth=1)

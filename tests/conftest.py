@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import HealthCheck, settings
 from ruamel.yaml import YAML
 
 import flows
@@ -56,7 +57,10 @@ OPTIONAL = (
 
 
 def pytest_configure() -> None:
-    """A shell starts what it puts into the background deaf to Ctrl-C, and all that this starts; many tests send one."""
+    """Hypothesis sets no time limit: on a busy machine any example can be slow. A shell starts what it puts into the
+    background deaf to Ctrl-C, and all that this starts; many tests send one."""
+    settings.register_profile("leash", settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]))
+    settings.load_profile("leash")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -27,7 +27,7 @@ def test_bradley_terry_loss_by_hand() -> None:
     assert bradley_terry_loss(tensor(3.0), tensor(3.0)).item() == pytest.approx(math.log(2))
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(*[st.floats(-20, 20)] * 3), min_size=1, max_size=6), st.booleans())
 def test_bradley_terry_loss_equals_a_slow_loop(pairs: list[tuple[float, float, float]], with_margin: bool) -> None:
     chosen, rejected, margin = (tensor(*column) for column in zip(*pairs, strict=True))
@@ -66,7 +66,7 @@ def test_dpo_loss_by_hand() -> None:
     assert dpo_loss(implicit_margin(*sides, 0.5), label_smoothing=0.1).item() == pytest.approx(smoothed)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(PAIRS, st.floats(0.01, 2), st.sampled_from([0.0, 0.1, 0.4]))
 def test_dpo_loss_equals_a_slow_loop(pairs: list[Four], beta: float, smoothing: float) -> None:
     slow = 0.0
@@ -77,7 +77,7 @@ def test_dpo_loss_equals_a_slow_loop(pairs: list[Four], beta: float, smoothing: 
     assert dpo_loss(margins, smoothing).item() == pytest.approx(slow / len(pairs), rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(PAIRS, st.floats(0.01, 2), st.sampled_from([0.0, 0.1]))
 def test_the_gradient_raises_the_chosen_and_lowers_the_rejected(
     pairs: list[Four], beta: float, smoothing: float
@@ -111,7 +111,7 @@ def test_ipo_loss_by_hand() -> None:
     assert ipo_loss(tensor(0.0), 0.25).item() == pytest.approx(4.0), "1/(2τ)², where policy and reference are the same"
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(PAIRS, st.floats(0.01, 2))
 def test_ipo_loss_equals_a_slow_loop(pairs: list[Four], tau: float) -> None:
     slow = [((c - rc) - (r - rr) - 1 / (2 * tau)) ** 2 for c, r, rc, rr in pairs]

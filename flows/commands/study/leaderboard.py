@@ -13,7 +13,7 @@ from tasks.page.comparison_table import label
 from tasks.page.inputs import interval
 from tasks.params.methods import WITH_MODEL
 
-NATS, TOKENS, SEEDS = 2.8, 600_000, 3
+NATS, TOKENS, SEEDS = 2.8, 650_000, 3
 """The budget of a row: KL to SFT in nats per answer, response tokens that the method was trained on, and training
 seeds."""
 HEADING = ["method", "setting", f"gold at ≤ {NATS} nats", "seeds", "trained tokens", "commit", "command", "date"]

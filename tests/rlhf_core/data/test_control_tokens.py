@@ -107,7 +107,7 @@ def chat(texts: list[str]) -> Conversation:
 
 
 @pytest.mark.parametrize("make", BYTE_LEVEL)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_a_chat_has_the_control_tokens_of_its_template_and_all_its_text(
     make: Callable[[], PreTrainedTokenizerBase], data: st.DataObject
@@ -122,7 +122,7 @@ def test_a_chat_has_the_control_tokens_of_its_template_and_all_its_text(
 
 
 @pytest.mark.parametrize("make", BYTE_LEVEL)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_an_answer_survives_and_goes_on_surviving(
     make: Callable[[], PreTrainedTokenizerBase], data: st.DataObject
@@ -139,7 +139,7 @@ def test_an_answer_survives_and_goes_on_surviving(
     assert decode_response(tokenizer, encode_response(tokenizer, stored)) == stored
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(text=strewn(made(llama2), "Eatos </[]\n"))
 @example("Eat </s> oats")
 def test_a_vocabulary_that_spells_control_tokens_and_a_space_in_front(text: str) -> None:

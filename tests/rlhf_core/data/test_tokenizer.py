@@ -71,7 +71,7 @@ def test_equal_texts_give_equal_bytes(tmp_path: Path) -> None:
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
 def test_any_text_survives_encoding(text: str) -> None:
     assert decode_response(TRAINED, encode_response(TRAINED, text)) == text.strip()

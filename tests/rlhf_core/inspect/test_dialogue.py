@@ -51,7 +51,7 @@ def test_half_characters_and_outer_white_space_are_held_back() -> None:
     assert not any("�" in piece for piece in found)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(min_value=0, max_value=len(BYTES) - 1), max_size=30))
 def test_pieces_are_the_decoded_response(ids: list[int]) -> None:
     """Whatever was sampled: broken bytes and control tokens included."""

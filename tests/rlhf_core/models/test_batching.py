@@ -10,7 +10,7 @@ from rlhf_core.models.batching import micro_batches, packed_batches
 from rlhf_core.models.packed import Packed
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12), st.integers(1, 40))
 def test_micro_batches_keep_to_their_tokens(lengths: list[tuple[int, int]], tokens: int) -> None:
     groups = micro_batches(range(len(lengths)), lengths, most_rows=4, tokens=tokens)
@@ -23,7 +23,7 @@ def test_micro_batches_keep_to_their_tokens(lengths: list[tuple[int, int]], toke
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(SEQUENCES, st.integers(1, 5), st.integers(1, 20))
 def test_packed_batches_count_the_tokens_that_a_pass_computes(
     sequences: list[list[int]], rows: int, tokens: int

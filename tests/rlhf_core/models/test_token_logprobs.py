@@ -60,7 +60,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda tokens: monkeypatch.setattr(head_module, "CHUNK_ON_CPU", tokens * VOCABULARY)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(1, 20),
     st.integers(1, 25),
@@ -85,7 +85,7 @@ def test_chunks_give_the_values_and_gradients_of_the_plain_form(
         assert (one - other).norm() <= 1e-5 * other.norm() + 1e-6
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.integers(1, 15), st.floats(0.3, 2.0), st.sampled_from([None, 2.0]), st.integers(0, 1000))
 def test_the_exact_kl_in_chunks_is_the_plain_one(chunk: int, temperature: float, cap: float | None, seed: int) -> None:
     model, reference = predictions(seed, LastStep(cap=cap)), predictions(seed + 7, LastStep(cap=cap))

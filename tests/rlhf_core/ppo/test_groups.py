@@ -23,7 +23,7 @@ from tests.rlhf_core.ppo.stepping import credit_of, first_gradients
 from tests.rlhf_core.ppo.test_losses import Batch, batches
 
 MakeTrainer = Callable[..., PPOTrainer]
-properties = settings(max_examples=50, deadline=None, derandomize=True)
+properties = settings(max_examples=50, derandomize=True)
 GROUPS = {"advantage": "grpo", "samples_per_prompt": 4, "entropy_coef": 0.0}
 SKIP = {**GROUPS, "skip_equal_groups": True, "kl": {"coef": 0.0}}
 SEQUENCE = {**GROUPS, "ratio": "sequence", "loss_average": "answer_means"}

@@ -24,7 +24,7 @@ from rlhf_core.ppo.statistics import approx_kl, clip_fraction, explained_varianc
 
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e30)
 VOCABULARY = 5
-properties = settings(max_examples=50, deadline=None, derandomize=True)
+properties = settings(max_examples=50, derandomize=True)
 
 
 class Batch:

@@ -51,7 +51,7 @@ def test_the_learning_rate_is_that_of_transformers_cosine(warmup: int, steps: in
         expected.step()
 
 
-@hypothesis_settings(max_examples=100, deadline=None, derandomize=True)
+@hypothesis_settings(max_examples=100, derandomize=True)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 100))
 def test_passes_have_every_item_once_and_keep_their_limits(tokens: list[int], items: int, most: int) -> None:
     groups = passes_of(range(len(tokens)), tokens, items, most)

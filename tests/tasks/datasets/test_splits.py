@@ -74,7 +74,7 @@ def test_spellings_of_one_opening_stay_together():
     seed=st.integers(0, 5),
     split=st.sampled_from([SPLIT, SHARED]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_every_opening_has_shares_that_it_can_serve(groups, seed, split):
     rows = [row for text, kinds in groups.items() for kind in sorted(kinds) for row in make(kind, [text])]
     try:

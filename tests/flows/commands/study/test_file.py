@@ -57,7 +57,7 @@ def home(toy: Callable[..., Path]) -> Path:
         "ensembles": 35,
         "xu": 24,
         "xu-tuning": 3,
-        "ahmadian": 15,
+        "ahmadian": 10,
         "ahmadian-tuning": 3,
         "ahmadian-ppo": 21,
         "ahmadian-arithmetic": 6,
