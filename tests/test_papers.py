@@ -3,13 +3,18 @@
 import itertools
 import math
 from pathlib import Path
-from types import ModuleType
+from statistics import fmean
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
 
+from flows.commands.study.leaderboard import gold_within
+from tasks.page.comparison_table import label
 from tests.test_docs import script
+
+LEADERBOARD = Path(__file__).resolve().parents[1] / "docs" / "leaderboard.md"
 
 
 @pytest.fixture
@@ -145,3 +150,21 @@ def test_ensembles_are_compared_with_one_reward_model(papers: ModuleType) -> Non
     table = papers.ensembles_table(store(papers, "ensembles", rows)).splitlines()
     assert table[-1].startswith("| own bodies min |")
     assert table[-1].split("|")[6].split()[0] == "+0.50"
+
+
+def test_the_leaderboard_has_the_scores_of_its_study() -> None:
+    """A row of a study of examples/papers/ has the mean over seeds that the study's CSV file gives."""
+    maker = script("make_papers")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in LEADERBOARD.read_text("utf-8").splitlines()
+            if line.startswith("| ") and "examples/papers/" in line]  # fmt: skip
+    assert rows
+    families = {label(name): name for name in ("policy", *maker.METHODS)}
+    for method, setting, gold, seeds, _tokens, _commit, command, _date in rows:
+        table = maker.read(Path(command.strip("`").split()[2]).stem)
+        trials = table[table.case == setting.removeprefix("case ")]
+        golds = [
+            gold_within(SimpleNamespace(frontier=part.to_dict("records")), families[method])  # type: ignore[arg-type]
+            for _, part in trials.groupby("seed")
+        ]
+        assert len(golds) == int(seeds)
+        assert float(gold.split()[0]) == pytest.approx(fmean(filter(None, golds)), abs=0.006)
