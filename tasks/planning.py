@@ -9,17 +9,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from itertools import islice
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
-import torch
 from transformers import LlamaConfig, PreTrainedConfig
 
 from rlhf_core.config.dpo import PairConfig
 from rlhf_core.config.ppo import PPOConfig
+from rlhf_core.config.precision import Precision
 from rlhf_core.config.sft import SFTConfig
 from rlhf_core.data.classifiers import model_folder
 from rlhf_core.data.tokenizer import complete, encode_response, read_tokenizer
@@ -51,6 +50,7 @@ from tasks.params.loader import PARAMS_FILE, SFT_ENABLED, parse
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.params.scorer import JUDGES, REWARD_MODEL, uses_reward_model
 from tasks.params.variant import merged
+from tasks.speed import Speed, of_cpu, of_gpu
 from tasks.stage.dvc_files import open_project
 from tasks.stage.long_rows import prompts_once
 from tasks.tracking import record
@@ -62,11 +62,8 @@ SAMPLED = ("judge", "model", "both")
 """Sources of preferences that sample answers."""
 SAVES = 0.01
 """A change that saves a smaller share of the peak is left out."""
-FLOPS = {"float32": 2e13, "bfloat16": 3e14}
-"""Floating-point operations a second of large products by a GPU (about an A100), as the formula for times assumes them.
-Those of a CPU are measured."""
-SHARE, SAMPLING_SHARE = 0.3, 0.05
-"""What training and reading reach of it, and sampling token by token. Assumptions."""
+SLOWER = 1.25
+"""How much longer bfloat16 takes on this CPU where the plan says so."""
 ANY_GPU = "GPU"
 """The device of a plan for a GPU that is not here."""
 SPEED = ("processes", "sharding", "lora", "gradient_checkpointing", "engine")
@@ -75,18 +72,21 @@ SPEED = ("processes", "sharding", "lora", "gradient_checkpointing", "engine")
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens that a stage processes, each times the models that process it. Rows have the mean length of those of
-    `ingest`, where it has run, and else their longest length; sampled answers always have the longest."""
+    """Tokens that a stage processes, each times the models that process it. Where `ingest` has run, rows have the mean
+    length of its rows, and sampled answers that of its demonstrations; else all have their longest length."""
 
     samples: int = 0
     sampled: int = 0
     read: int = 0
     trained: int = 0
+    adapters: bool = False
+    """Whether a backward pass goes through weights that are not trained, so that it costs half."""
 
-    def products(self, model: Model) -> float:
-        """Floating-point operations, those of sampling scaled to the speed of the others."""
-        sampled = self.sampled * SHARE / SAMPLING_SHARE
-        return 2.0 * (model.products + model.head) * (sampled + self.read + 3 * self.trained)
+    def seconds(self, model: Model, speed: Speed) -> float:
+        """By formula."""
+        trained = self.trained * (2 if self.adapters else 3)
+        passes = self.sampled / speed.sampling + self.read / speed.reading + trained / speed.training
+        return 2.0 * (model.products + model.head) * passes
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def plan_run(
     if rows is not None and rows.of_ingest:
         rows = replace(rows, means=means_of(params, root, folder))
     earlier = earlier_runs(params, root, device) if folder is None else {}  # of a folder no run is known
-    speed = FLOPS[params.precision] if accelerator else measured_speed(params.precision, params.threads)
+    speed = of_gpu(params.precision) if accelerator else speed_here(model, params.precision, params.threads)
     others = scoring_of(params, root, model)
     planned, stages = list(stages_of(params, model, rows, prompt_tokens, others)), dict[str, Any]()
     works = {}
@@ -240,7 +240,9 @@ def plan_run(
         "reward model": max(one.scalar for one in others.bases or (model,)) if scores else 0,
         "trained": model.trained(params.ppo.lora),
     }
-    peak = max(stage["peak"] for stage in stages.values())
+    peak, slower = max(stage["peak"] for stage in stages.values()), 1.0
+    if params.precision == "bfloat16" and not accelerator:
+        slower = speed_here(model, "float32", params.threads).training / speed.training
     known = [stage["seconds"] for stage in stages.values()]
     return {
         "parameters": parameters,
@@ -249,7 +251,8 @@ def plan_run(
         "measured_lengths": bool(rows and rows.means),
         "stages": stages,
         "seconds": None if None in known else sum(known),
-        "flops": speed,
+        "flops": asdict(speed),
+        "bfloat16_time": slower if slower > SLOWER else None,
         "disk": disk_of(model, params, others),
         "peak": peak,
         "memory": memory,
@@ -276,10 +279,11 @@ class Rows:
 
     def lengths(self, dataset: str, longest: Lengths, sampled: bool = False) -> Lengths:
         """The mean lengths of a dataset's rows, at most the `longest`, which are returned where none are known.
-        `sampled`: the answers are not those of the rows."""
+        `sampled`: the answers are those of a model, about as long as the demonstrations."""
         prompt, answer = self.means.get(dataset, (longest.prompt, longest.response))
-        answer = longest.response if sampled else min(round(answer), longest.response)
-        return Lengths(min(round(prompt), longest.prompt), answer)
+        if sampled:
+            answer = self.means.get("demonstrations", (0, longest.response))[1]
+        return Lengths(min(round(prompt), longest.prompt), min(round(answer), longest.response))
 
 
 def means_of(params: Any, root: Path, folder: Path | None) -> dict[str, tuple[float, float]]:
@@ -311,21 +315,9 @@ def means_of(params: Any, root: Path, folder: Path | None) -> dict[str, tuple[fl
     return found
 
 
-@cache
-def measured_speed(precision: str, threads: int) -> float:
-    """Floating-point operations a second of large products on this CPU, measured for a quarter of a second."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        one = torch.randn(1024, 1024).to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
-        speeds, start = list[float](), time.perf_counter()
-        while time.perf_counter() - start < 0.25 or len(speeds) < 3:
-            began = time.perf_counter()
-            one @ one
-            speeds.append(2 * 1024**3 / (time.perf_counter() - began))
-        return median(speeds)
-    finally:
-        torch.set_num_threads(before)
+def speed_here(model: Model, precision: Precision, threads: int) -> Speed:
+    """`of_cpu` for the model's layers."""
+    return of_cpu(model.hidden, model.intermediate, precision, threads)
 
 
 def rows_of(content: Mapping[str, Any], params: Any, root: Path) -> Rows | None:
@@ -447,7 +439,7 @@ def times_of(
     planned: Iterable[PlannedStage],
     params: Any,
     model: Model,
-    speed: float,
+    speed: Speed,
     earlier: Mapping[str, EarlierRun],
     before: Mapping[str, Work | None],
 ) -> dict[str, tuple[float, str]]:
@@ -455,11 +447,11 @@ def times_of(
     the work of that run); or the formula, scaled as the stages with runs took more or less than theirs."""
     works = {stage.name: stage.work for stage in planned if stage.work is not None}
     formula = {
-        name: work.products(model) / (SHARE * speed) / getattr(settings_of(params, name), "processes", 1)
+        name: work.seconds(model, speed) / getattr(settings_of(params, name), "processes", 1)
         for name, work in works.items()
     }
     measured = {
-        name: earlier[name].seconds * work.products(model) / done.products(model)
+        name: earlier[name].seconds * work.seconds(model, speed) / done.seconds(model, speed)
         for name, work in works.items()
         if (done := before.get(name)) is not None and done != Work()
     }
@@ -513,7 +505,11 @@ def stages_of(
     def sft(name: str, config: SFTConfig, count: float | None) -> PlannedStage:
         lengths = _within(prompt, config.max_tokens)
         whole = known.lengths("demonstrations", lengths).whole
-        work = None if count is None else Work(trained=round(count * config.epochs) * whole)
+        work = (
+            None
+            if count is None
+            else Work(trained=round(count * config.epochs) * whole, adapters=config.lora is not None)
+        )
         return PlannedStage(name, lambda: sft_phases(model, config, lengths), work)
 
     def pairs(name: str, config: Any) -> PlannedStage:
@@ -529,19 +525,25 @@ def stages_of(
             )
             tokens = prompts * (usual.prompt + answers * usual.response)
             passes = sum(member.products for member in members) / model.products
-            work = Work(trained=round(config.epochs * tokens * passes), read=tokens * is_policy)
+            work = Work(
+                trained=round(config.epochs * tokens * passes),
+                read=tokens * is_policy,
+                adapters=config.lora is not None,
+            )
         return PlannedStage(name, lambda: plan(largest, config, lengths, answers), work)
 
     def loop(name: str, config: PPOConfig) -> PlannedStage:
         lengths = Lengths(min(prompt, config.max_prompt_tokens or prompt), config.max_new_tokens)
         critic = int(config.needs_critic_model)
         count = config.steps * config.batch_size
-        tokens = count * known.lengths("ppo_prompts", lengths, sampled=True).whole
+        usual = known.lengths("ppo_prompts", lengths, sampled=True)
+        tokens = count * usual.whole
         work = Work(
             samples=count,
-            sampled=count * lengths.response,
+            sampled=count * usual.response,
             read=round(tokens * (3 + critic + others.passes(model, scorers))),
             trained=tokens * config.ppo_epochs * (1 + critic),
+            adapters=config.lora is not None,
         )
         adapters = params.reward.lora if on_body else None
 
@@ -555,7 +557,8 @@ def stages_of(
     if learns and samples:
         lengths = Lengths(prompt, judged.max_new_tokens)
         count = None if rows is None else rows["preference_prompts"] * answers
-        work = None if count is None else Work(count, count * lengths.response)
+        response = known.lengths("preference_prompts", lengths, sampled=True).response
+        work = None if count is None else Work(count, count * response)
         yield PlannedStage("preferences", lambda: sampler_phases(model, judged.batch_size, lengths, answers), work)
     if learns:
         yield pairs("reward", params.reward)
@@ -570,8 +573,11 @@ def stages_of(
             stage = sft(name, method.training, count)
             if rows is not None and stage.work is not None:
                 drawn = rows["ppo_prompts"] * method.samples_per_prompt
-                read = round(drawn * others.passes(model, scorers) * (prompt + method.max_new_tokens))
-                stage = replace(stage, work=Work(drawn, drawn * method.max_new_tokens, read, stage.work.trained))
+                usual = known.lengths("ppo_prompts", Lengths(prompt, method.max_new_tokens), sampled=True)
+                read = round(drawn * others.passes(model, scorers) * usual.whole)
+                stage = replace(
+                    stage, work=replace(stage.work, samples=drawn, sampled=drawn * usual.response, read=read)
+                )
             yield stage
 
     # The answers of every candidate, at most: SFT model, policy, methods and the user's models with each seed;
@@ -584,13 +590,13 @@ def stages_of(
     each = (2 + methods + len(settings.extra_models)) * seeds + once + 2 * max(0, settings.optimum_samples - seeds)
     drawn = each * min(settings.max_prompts, settings.max_prompts if rows is None else rows["heldout"])
     whole = Lengths(min(prompt, settings.max_prompt_tokens or prompt), settings.max_new_tokens)
-    usual = known.lengths("heldout", whole, sampled=True).whole
-    read = round(drawn * usual * (2 + others.passes(model, scorers, judges=True)))
+    usual = known.lengths("heldout", whole, sampled=True)
+    read = round(drawn * usual.whole * (2 + others.passes(model, scorers, judges=True)))
 
     def evaluation() -> list[Phase]:
         return others.beside(evaluate_phases(model, size, whole, seeds, on_body, between), judges=True)
 
-    yield PlannedStage("evaluate", evaluation, Work(drawn, drawn * whole.response, read))
+    yield PlannedStage("evaluate", evaluation, Work(drawn, drawn * usual.response, read))
 
 
 def _within(prompt: int, longest: int) -> Lengths:

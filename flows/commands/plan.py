@@ -10,7 +10,7 @@ import psutil
 from flows.text import table
 from rlhf_core.errors import UserError
 from tasks.params.loader import read_yaml
-from tasks.planning import ANY_GPU, SHARE, USABLE, plan_run
+from tasks.planning import ANY_GPU, USABLE, plan_run
 
 GB = 1e9
 KINDS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "key-value cache")
@@ -68,17 +68,26 @@ def render(plan: Mapping[str, Any]) -> str:
         ["all", *sums, total, "" if len(known) == len(stages) else "without the stages whose rows are not known"]
     )
     lengths = (
-        "the mean lengths of ingest's rows, and the longest answers" if plan["measured_lengths"] else "the longest rows"
+        "rows and answers of mean length"
+        if plan["measured_lengths"]
+        else "the longest rows and answers: after `leash run ingest` (seconds) it is of the usual ones"
     )
+    speeds = ", ".join(f"{value / 1e12:.3g} in {kind}" for kind, value in plan["flops"].items())
+    slow = []
+    if plan["bfloat16_time"] is not None:
+        slow = [
+            f"precision: bfloat16 takes {plan['bfloat16_time']:.1f} times as long as float32 on this CPU; set float32"
+        ]
     verb = "fits into" if plan["fits"] else "does NOT fit into"
     parts = [
         "parameters: " + ", ".join(f"{name} {count:,}" for name, count in plan["parameters"].items()),
         f"longest prompt: {plan['prompt_tokens']} tokens; memory is that of the longest rows",
         "\n".join([table(memory), "* the stage's peak", "", *models]),
-        f"{table(work)}\n{_rows(plan['rows'])}; time of {lengths}; formula: {SHARE:.0%} of "
-        f"{plan['flops'] / 1e12:.3g} TFLOP/s ({'measured' if plan['device'] == 'host' else 'assumed'})",
+        f"{table(work)}\n{_rows(plan['rows'])}\ntime of {lengths}\n"
+        f"formula: TFLOP/s {'measured here and now' if plan['device'] == 'host' else 'assumed'}: {speeds}",
         "disk: " + ", ".join(f"{name} {_number(size)} GB" for name, size in plan["disk"].items()),
         *changes,
+        *slow,
         f"peak {_number(plan['peak'])} GB: {verb} {USABLE:.0%} of {_number(plan['memory'])} GB ({plan['device']})",
     ]
     return "\n\n".join(parts)

@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -23,6 +23,7 @@ from rlhf_core.planning import Model
 from tasks import planning
 from tasks.params.all import Params
 from tasks.params.loader import parse, read_yaml
+from tasks.params.methods import VARIANTS
 from tasks.params.variant import merged
 from tasks.planning import (
     ANY_GPU,
@@ -34,11 +35,11 @@ from tasks.planning import (
     earlier_runs,
     longest_prompt,
     means_of,
-    measured_speed,
     plan_run,
     rows_of,
     stages_of,
 )
+from tasks.speed import Speed, of_cpu
 from tasks.stage.dvc_files import Hashes
 from tasks.tracking import record
 from tests.elsewhere import save_classifier, save_language_model, save_reward_model
@@ -242,29 +243,55 @@ def test_lengths_are_those_of_ingest_where_it_has_run(ingested: Path) -> None:
 
 
 def test_every_stage_takes_the_mean_lengths_of_its_own_rows() -> None:
-    """Prompts of 3 tokens and, in the pairs, answers of 4; sampled answers have their longest length."""
-    found = params(merged(FILES, {"reward": {"epochs": 1}, "evaluate": {"max_prompts": 10}}))
-    assert found.ppo.max_new_tokens > 4
+    """Prompts of 3 tokens and, in the pairs, answers of 4; sampled answers are as long as the demonstrations, 2, and no
+    longer than their limit."""
+    change = {"reward": {"epochs": 1}, "evaluate": {"max_prompts": 10, "max_new_tokens": 1}}
+    found = params(merged(FILES, change))
+    assert found.ppo.max_new_tokens > 2
     counts = dict.fromkeys(DATASETS, 100)
-    known = Rows(counts, means={"pairs": (3, 4), "ppo_prompts": (3, 0), "heldout": (3, 9)})
-    works = {stage.name: stage.work for stage in stages_of(found, SMALL, known, 20)}
-    without = {stage.name: stage.work for stage in stages_of(found, SMALL, Rows(counts), 20)}
+    means = {"demonstrations": (5, 2), "pairs": (3, 4), "ppo_prompts": (3, 0), "heldout": (3, 9)}
+    works, without = (
+        {stage.name: stage.work for stage in stages_of(found, SMALL, rows, 20)}
+        for rows in (Rows(counts, means=means), Rows(counts))
+    )
     assert works["reward"] == Work(trained=90 * (3 + 2 * 4))
-    for name, new in (("ppo", found.ppo.max_new_tokens), ("evaluate", found.evaluate.max_new_tokens)):
+    for name, new, longest in (("ppo", 2, found.ppo.max_new_tokens), ("evaluate", 1, 1)):
         less, more = works[name], without[name]
         assert less is not None
         assert more is not None
-        assert less.read / more.read == pytest.approx((3 + new) / (20 + new))
-        assert less.sampled == more.sampled
-    assert works["ppo"].trained / without["ppo"].trained == pytest.approx(  # type: ignore[union-attr]
-        (3 + found.ppo.max_new_tokens) / (20 + found.ppo.max_new_tokens)
-    )
+        assert less.read / more.read == pytest.approx((3 + new) / (20 + longest))
+        assert (less.sampled / less.samples, more.sampled / more.samples) == (new, longest)
+        assert less.trained * (20 + longest) == more.trained * (3 + new)
 
 
-def test_the_speed_of_this_cpu_is_measured_and_its_threads_stay() -> None:
-    before = torch.get_num_threads()
-    assert 1e8 < measured_speed("float32", before + 1) < 1e14
+def test_a_token_costs_three_passes_in_training_and_two_with_adapters() -> None:
+    speed, once = Speed(sampling=1.0, reading=10.0, training=2.0), 2.0 * (SMALL.products + SMALL.head)
+    assert Work(sampled=3, read=40, trained=4).seconds(SMALL, speed) == once * (3 + 4 + 6)
+    assert Work(sampled=3, read=40, trained=4, adapters=True).seconds(SMALL, speed) == once * (3 + 4 + 4)
+    found = params(merged(FILES, {"ppo": {"lora": {}}}))
+    works = {stage.name: stage.work for stage in stages_of(found, SMALL, Rows(dict.fromkeys(DATASETS, 100)), 20)}
+    adapted = {name for name, work in works.items() if work is not None and work.adapters}
+    assert adapted == {"ppo", *(name for name in works if name in VARIANTS)}
+
+
+def test_the_speed_of_this_cpu_is_measured_and_its_threads_and_random_numbers_stay() -> None:
+    before, state = torch.get_num_threads(), torch.random.get_rng_state()
+    found = of_cpu(96, 200, "float32", before + 1)
+    assert all(1e7 < value < 1e14 for value in asdict(found).values())
     assert torch.get_num_threads() == before
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("training", "line"), [(50.0, 1), (250.0, 0)])
+def test_a_plan_says_where_bfloat16_is_slower_than_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training: float, line: int
+) -> None:
+    speeds = {"float32": Speed(100.0, 100.0, 200.0), "bfloat16": Speed(100.0, 100.0, training)}
+    monkeypatch.setattr(planning, "of_cpu", lambda hidden, intermediate, precision, threads: speeds[precision])
+    change = merged(FILES, {"precision": "bfloat16"})
+    plan = {"device": "host", **plan_run(content(change), tmp_path, 1e12, "cpu")}
+    assert render(plan).count("bfloat16 takes 4.0 times as long as float32 on this CPU; set float32") == line
+    assert plan_run(content(change), tmp_path, 1e12, ANY_GPU)["bfloat16_time"] is None
 
 
 def run_before(root: Path, change: dict[str, Any], seconds: int, stage: str = "ppo", **facts: Any) -> None:

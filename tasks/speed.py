@@ -1,0 +1,69 @@
+"""Floating-point operations a second that models reach, for the times of `leash plan`."""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from statistics import median
+
+import torch
+from torch import nn
+
+from rlhf_core.config.precision import Precision
+
+GPU = {"float32": 2e13, "bfloat16": 3e14}
+"""Operations a second of large products (about an A100). Not measured."""
+SHARE, SAMPLING_SHARE = 0.3, 0.05
+"""What training and reading reach of it, and sampling token by token. Assumptions."""
+SECONDS, PASSES = 0.1, 3
+"""How long a kind of pass is measured, and how often at least."""
+OPERATIONS = 2e10
+"""Of one pass, about, at most: a larger layer is measured with fewer tokens."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Operations a second."""
+
+    sampling: float
+    """Token by token, many rows side by side."""
+    reading: float
+    training: float
+
+
+def of_gpu(precision: Precision) -> Speed:
+    """As assumed."""
+    return Speed(SAMPLING_SHARE * GPU[precision], SHARE * GPU[precision], SHARE * GPU[precision])
+
+
+@cache
+def of_cpu(hidden: int, intermediate: int, precision: Precision, threads: int) -> Speed:
+    """Of a transformer layer of this size on this CPU, measured in about a second, beside all that runs here now."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _measured(hidden, intermediate, precision)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _measured(hidden: int, intermediate: int, precision: Precision) -> Speed:
+    heads = hidden // 64 if hidden % 64 == 0 else 1
+    with torch.random.fork_rng(devices=[]):
+        layer = nn.TransformerEncoderLayer(hidden, heads, intermediate, dropout=0.0, batch_first=True)
+    each = 2 * (4 * hidden**2 + 2 * hidden * intermediate)  # operations for a token
+    most = max(8, int(OPERATIONS / (3 * each)))
+
+    def speed(rows: int, tokens: int, trains: bool = False) -> float:
+        rows = max(1, min(rows, most // tokens))
+        x = torch.ones(rows, tokens, hidden)
+        speeds, start = list[float](), time.perf_counter()
+        while len(speeds) < PASSES or time.perf_counter() - start < SECONDS:
+            began = time.perf_counter()
+            with torch.set_grad_enabled(trains), torch.autocast("cpu", torch.bfloat16, precision == "bfloat16"):
+                sums = layer(x).sum()
+            if trains:
+                sums.backward()
+            speeds.append(each * rows * tokens * (1 + 2 * trains) / (time.perf_counter() - began))
+        return median(speeds)
+
+    return Speed(sampling=speed(128, 1), reading=speed(8, 64), training=speed(8, 64, trains=True))
