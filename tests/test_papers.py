@@ -46,7 +46,7 @@ def test_the_page_has_a_place_for_each_table_and_those_of_the_studies_that_were_
 def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None:
     """α = 1 + 0.3·log₁₀(millions of weights) + 0.2·log₁₀(pairs / 1000), β = 0.3, for both forms and every seed."""
     rows = []
-    for size, pairs, seed in itertools.product((0.2, 4), (300, 1000, 10000), (1, 2, 3)):
+    for size, pairs, seed in itertools.product((0.2, 4), (300, 1000, 3000, 10000), (1, 2, 3)):
         setting = {"base": f"weights-{size}m", "max_pairs": pairs, "seed": seed}
         alpha, start = 1 + 0.3 * math.log10(size) + 0.2 * math.log10(pairs / 1000), 0.5 + seed
         rows.append(point("sft", 0, 0.0, start, **setting))
@@ -54,7 +54,9 @@ def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None
             d = 0.3 * place
             rows.append(point("best_of_n", 2**place, d * d, start + d * (alpha - 0.3 * d), **setting))
             rows.append(point("ppo", place, d * d, start + d * (alpha - 0.3 * math.log(d)), **setting))
-    table = papers.gao_slopes(store(papers, "gao", rows)).splitlines()
+    stored = store(papers, "gao", rows)
+    assert papers.gao_picture(stored).startswith(b"\x89PNG")
+    table = papers.gao_slopes(stored).splitlines()
     for line in (row for row in table if row.startswith("| α")):
         assert [cell.split()[0] for cell in line.split("|")[3:5]] == ["0.30", "0.20"]
     for line in (row for row in table if row.startswith("| β")):
