@@ -193,7 +193,7 @@ def draw_optimum(axes: Any, table: pd.DataFrame, height: str) -> None:
 
 def draw_points(axes: Any, rows: pd.DataFrame, mark: str, name: str, **style: Any) -> None:
     """Gold over √KL: a small mark for each training seed, and a large one for their mean."""
-    axes.plot(rows.d, rows.gold, mark, markersize=3, alpha=0.5, **style)
+    axes.plot(rows.d, rows.gold, mark, markersize=3, **style)
     axes.plot(rows.d.mean(), rows.gold.mean(), mark, markersize=8, label=name, **style)
 
 
