@@ -14,10 +14,10 @@ GPU = {"float32": 2e13, "bfloat16": 3e14}
 """Operations a second of large products (about an A100). Not measured."""
 SHARE, SAMPLING_SHARE = 0.3, 0.05
 """What training and reading reach of it, and sampling token by token. Assumptions."""
-SECONDS, PASSES = 0.1, 3
-"""How long a kind of pass is measured, and how often at least."""
-OPERATIONS = 2e10
-"""Of one pass, about, at most: a larger layer is measured with fewer tokens."""
+SECONDS, LONGEST, PASSES = 0.1, 1.0, 3
+"""How long a kind of pass is measured: `SECONDS` and `PASSES`, but none begins after `LONGEST` seconds."""
+OPERATIONS, WIDEST = 1e10, 2048
+"""Of one pass, about, at most, and the size of the layer: a larger one is measured with fewer tokens, and smaller."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ def of_cpu(hidden: int, intermediate: int, precision: Precision, threads: int) -
 
 
 def _measured(hidden: int, intermediate: int, precision: Precision) -> Speed:
+    if hidden > WIDEST:
+        hidden, intermediate = WIDEST, intermediate * WIDEST // hidden
     heads = hidden // 64 if hidden % 64 == 0 else 1
     with torch.random.fork_rng(devices=[]):
         layer = nn.TransformerEncoderLayer(hidden, heads, intermediate, dropout=0.0, batch_first=True)
@@ -54,16 +56,19 @@ def _measured(hidden: int, intermediate: int, precision: Precision) -> Speed:
     most = max(8, int(OPERATIONS / (3 * each)))
 
     def speed(rows: int, tokens: int, trains: bool = False) -> float:
+        tokens = min(tokens, most)
         rows = max(1, min(rows, most // tokens))
         x = torch.ones(rows, tokens, hidden)
         speeds, start = list[float](), time.perf_counter()
-        while len(speeds) < PASSES or time.perf_counter() - start < SECONDS:
-            began = time.perf_counter()
+        began = start
+        while began - start < (SECONDS if len(speeds) >= PASSES else LONGEST):
             with torch.set_grad_enabled(trains), torch.autocast("cpu", torch.bfloat16, precision == "bfloat16"):
                 sums = layer(x).sum()
             if trains:
                 sums.backward()
-            speeds.append(each * rows * tokens * (1 + 2 * trains) / (time.perf_counter() - began))
+            ended = time.perf_counter()
+            speeds.append(each * rows * tokens * (1 + 2 * trains) / (ended - began))
+            began = ended
         return median(speeds)
 
     return Speed(sampling=speed(128, 1), reading=speed(8, 64), training=speed(8, 64, trains=True))

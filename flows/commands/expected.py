@@ -1,6 +1,7 @@
 """`leash check-results`: compares the figures of a run with those that its example should give, stage by stage."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def render(found: Mapping[str, Any]) -> str:
 
 def write(root: Path, path: Path | None, tolerance: float) -> str:
     """Write the expected file of the present run, with this relative tolerance; returns where. Raises UserError where
-    no file of examples/ has the present parameters, and where the figures are missing or of another run."""
+    no file of examples/ has the present parameters, where the figures are missing or of another run, and for a file
+    that is there already or cannot be written."""
     ours = _parameters(root / PARAMS_FILE)
     examples = [one for one in sorted((root / "examples").glob("*.yaml")) if "." not in one.stem]
     same = [one for one in examples if not _differences(ours, _parameters(one))]
@@ -101,6 +103,10 @@ def write(root: Path, path: Path | None, tolerance: float) -> str:
             f"{PARAMS_FILE}: no file of examples/ has these parameters; copy it to examples/NAME.yaml first"
         )
     path = path or same[0].with_name(same[0].stem + ENDING)
+    if path.exists():
+        raise UserError(f"{path}: is there already, with tolerances set by hand; remove it, or name another file")
+    if not math.isfinite(tolerance):
+        raise UserError(f"--tolerance {tolerance}: give a number")
     content: dict[str, Any] = {"params": same[0].relative_to(root).as_posix()}
     records = recorded(root)
     for stage, names in FIGURES.items():
@@ -113,8 +119,11 @@ def write(root: Path, path: Path | None, tolerance: float) -> str:
             }
     yaml = YAML(typ="safe", pure=True)
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    with atomic(path) as place, place.open("w", encoding="utf-8") as file:
-        yaml.dump(content, file)
+    try:
+        with atomic(path) as place, place.open("w", encoding="utf-8") as file:
+            yaml.dump(content, file)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
     return f"{path}: written, with tolerances of {tolerance:.0%}; set each to what training seeds differ by"
 
 

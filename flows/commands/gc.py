@@ -1,6 +1,7 @@
 """`leash gc`: what DVC's cache holds for which run, and the removal of old runs."""
 
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -104,7 +105,7 @@ def examine(root: Path, keep: int, studies: Sequence[str]) -> list[Run]:
         is_other = line.startswith("worktree ") and path != root.resolve() and (path / "dvc.yaml").is_file()
         if is_other and cache_folder(path) == folder:
             runs.append(Run(f"worktree {os.path.relpath(path, root)}", "", needed_objects(path)["workspace"]))
-    runs += champions(root)
+    runs += [Run("data/raw and rounds of older commits", "", imported(root)), *champions(root)]
     tagged = {commit for ref, _, commit, _ in heads if ref.startswith("refs/tags/")}
     for ref, date, commit, _ in experiments:
         goes = ref in old and commit not in tagged
@@ -118,6 +119,18 @@ def _refs(root: Path, *patterns: str) -> list[tuple[str, str, str, str]]:
     lines = workspace.git(root, "for-each-ref", "--sort=-committerdate", f"--format={form}", *patterns).split("\1\n")
     found = [line.split("\0") for line in lines if line]
     return [(name, date, peeled or commit, message) for name, date, commit, peeled, message in found]
+
+
+def imported(root: Path) -> set[str]:
+    """Objects of the data that any commit has below data/raw/ and rounds/: the cache may hold the only copy."""
+    listed = workspace.git(root, "rev-list", "--all", "--objects", "--", "data/raw", "rounds").splitlines()
+    files = {blob for blob, _, path in (line.partition(" ") for line in listed) if path.endswith(".dvc")}
+    text = "\n".join(workspace.git(root, "cat-file", "blob", blob) for blob in sorted(files))
+    objects = set[str]()
+    with open_project(root) as project:
+        for digest in set(re.findall(r"md5: ([0-9a-f]{32}(?:\.dir)?)\b", text)):
+            objects |= {digest, *(path.parent.name + path.name for _, path in project.cached(digest))}
+    return objects
 
 
 def champions(root: Path) -> list[Run]:
@@ -162,5 +175,5 @@ def render(runs: Sequence[Run], sizes: dict[str, int], gone: Iterable[str]) -> s
         alone_ = size(one for one in run.objects if count[one] == 1)
         rows.append((run.name, run.date, alone_, size(run.objects), "goes" if run.goes else ""))
     loose = sizes.keys() - count.keys()
-    rows.append(("results in no commit or experiment", "", size(loose), size(loose), "goes" if loose else ""))
+    rows.append(("results of older commits, or of none", "", size(loose), size(loose), "goes" if loose else ""))
     return f"{table(rows)}\nDVC's cache holds {size(sizes)}; {size(gone)} of it is not needed"

@@ -1,6 +1,7 @@
 """`leash plan`: what a run would need, and what to change where it does not fit. Loads no weights."""
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ def plan_file(
     a file that is no valid parameter file, for a model without a config.json, and for no memory."""
     import torch
 
-    if gpu_memory is not None and gpu_memory <= 0:
-        raise UserError(f"--gpu-memory {gpu_memory:g}: must be above 0, in GB")
+    if gpu_memory is not None and not 0 < gpu_memory < math.inf:
+        raise UserError(f"--gpu-memory {gpu_memory:g}: must be a number above 0, in GB")
     if gpu_memory is not None:
         memory, device = gpu_memory * GB, ANY_GPU
     elif torch.cuda.is_available():

@@ -15,6 +15,9 @@ from rlhf_core.evaluation.krippendorff import agreements, krippendorff_alpha
 from rlhf_core.files import atomic
 from tasks.datasets.jsonl import Row, iter_jsonl, write_jsonl
 
+ENDINGS = (".jsonl", ".ndjson", ".json")
+"""Of the names of an export, so that `leash import` reads it."""
+
 
 def export(store: Store, path: Path) -> str:
     """Write a row for each two answers of a task to `path`, whole or not at all, and return what was written, in words.
@@ -22,8 +25,10 @@ def export(store: Store, path: Path) -> str:
     UserError where there are no labels, and where `path` is something else than an earlier export."""
     if path.is_dir():
         raise UserError(f"{path}: is a folder; name a file in it, such as {path / 'labels.jsonl'}")
-    if path.exists() and not _is_export(path):
-        raise UserError(f"{path}: exists and is no earlier export, so it is not replaced; choose another name")
+    if path.suffix not in ENDINGS:
+        raise UserError(f"{path}: labels are JSON lines; choose a name such as {path.with_suffix('.jsonl').name}")
+    if path.exists() and not _is_export(path, store):
+        raise UserError(f"{path}: exists and is no export of this session, so it is not replaced; choose another name")
     judgements = store.judgements()
     labels = [one for one in judgements if store.tasks[one.task].right is None]
     rows: list[Row] = []
@@ -60,13 +65,18 @@ def export(store: Store, path: Path) -> str:
     )
 
 
-def _is_export(path: Path) -> bool:
-    """Whether the first row of a file has the columns that only labels have."""
+def _is_export(path: Path, store: Store) -> bool:
+    """Whether all rows of a file are labels of tasks of this session."""
     try:
-        first = next(iter_jsonl(path), None) if path.is_file() else None
+        rows = [row for _, row in iter_jsonl(path)] if path.is_file() else []
     except (OSError, UserError):
         return False
-    return first is not None and {"annotator", "task", "order"} <= first[1].keys()
+    return bool(rows) and all(
+        {"annotator", "order"} <= row.keys()
+        and (task := store.tasks.get(str(row.get("task")))) is not None
+        and task.prompt == row.get("prompt")
+        for row in rows
+    )
 
 
 def statistics(store: Store) -> dict[str, Any]:

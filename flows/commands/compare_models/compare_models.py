@@ -39,8 +39,8 @@ from rlhf_core.models.scorers import require_room
 from rlhf_core.progress import listening
 from tasks.datasets.jsonl import LONE_SURROGATE, Row, write_jsonl
 from tasks.datasets.sources.example import Example
-from tasks.datasets.sources.formats import read_rows
-from tasks.datasets.sources.shapes import normalise
+from tasks.datasets.sources.formats import TRUTH, read_rows
+from tasks.datasets.sources.shapes import normalise, strip_repeated_prompts
 from tasks.evaluation.evaluator import ScoredAnswers
 from tasks.evaluation.results import Bootstrap, Results, win_rate_figures, with_interval
 from tasks.stage.progress import Watch
@@ -101,7 +101,7 @@ def compare_models(call: Call) -> tuple[dict[str, Any], str]:
             if source in files:
                 given = [files[source][row["prompt_id"]] for row in rows]
                 texts = [answer_text(one.response or "", continues) for one in given]
-                ended = [one.extra.get("ended") is not False for one in given]
+                ended = [has_ended(one, source) for one in given]
             else:
                 model = counted if counted and source == folders[0] else load_model(source)
                 ids, responses, ended = sampled(model, rows, call)
@@ -161,14 +161,17 @@ def read_inputs(call: Call) -> tuple[list[Row], dict[Path, dict[str, Example]]]:
             if example.prompt_id in found:
                 before = found[example.prompt_id].row
                 raise UserError(f"{source}, row {example.row}: a second answer to the prompt of row {before}; keep one")
+            has_ended(example, source)  # refused before a model answers
             found[example.prompt_id] = example
         files[source] = found
     if call.prompts is None and not files:
         raise UserError('--prompts: models need prompts; name a file with one {"prompt": …} a row')
     examples = read_examples(call.prompts) if call.prompts else list(next(iter(files.values())).values())
-    distinct: dict[str, Row] = {
-        one.prompt_id: {"prompt_id": one.prompt_id, "prompt": one.prompt, "extra": one.extra} for one in examples
-    }
+    distinct: dict[str, Row] = {}
+    for one in examples:
+        row = {"prompt_id": one.prompt_id, "prompt": one.prompt, "extra": one.extra}
+        if distinct.setdefault(one.prompt_id, row) != row:
+            raise UserError(f"{call.prompts}, row {one.row}: a prompt of an earlier row, with other columns; keep one")
     for source, answers in files.items():
         missing = [row for name, row in distinct.items() if name not in answers]
         if missing:
@@ -187,6 +190,10 @@ def read_examples(path: Path) -> list[Example]:
     if not path.is_file():
         raise UserError(f"{path}: no such file or folder")
     examples = list(normalise(read_rows(path), str(path), heldout=True))
+    repeated, answers = strip_repeated_prompts(examples)
+    if repeated:
+        done = "which was removed from them" if repeated == answers else "which is kept, because the others do not"
+        print(f"{path}: {repeated} of {answers} answers begin with their prompt, {done}", file=sys.stderr, flush=True)
     for one in examples:
         prompt, problem = as_text(one.prompt), one.broken
         if not problem and not prompt.strip():
@@ -198,6 +205,14 @@ def read_examples(path: Path) -> list[Example]:
     if not examples:
         raise UserError(f"{path}: no rows")
     return examples
+
+
+def has_ended(one: Example, source: Path) -> bool:
+    """The value of a column `ended`, as text in CSV; True without it. Raises UserError for another value."""
+    value = str(one.extra.get("ended", "")).strip().casefold()
+    if value not in {"", *TRUTH}:
+        raise UserError(f"{source}, row {one.row}: ended: expected true, false or nothing, got {value}")
+    return TRUTH.get(value, True)
 
 
 def sampled(model: ChatModel, rows: Sequence[Row], call: Call) -> tuple[list[list[int]], list[list[int]], list[bool]]:

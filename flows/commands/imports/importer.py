@@ -62,7 +62,9 @@ def import_data(
     source, rows that cannot be read (file and row), data of which no row is left, other data of the same name without
     `force`, a full disk, and a failing `dvc add`.
     """
-    source = source.expanduser().resolve()
+    # `resolve` would follow a link, whose name says what the file is, as in Hugging Face's cache.
+    source = Path(os.path.abspath(source.expanduser()))  # noqa: PTH100
+    real = source.resolve()
     if not source.exists():
         raise UserError(f"{source}: file not found")
     if not (root / ".dvc").is_dir():
@@ -70,16 +72,16 @@ def import_data(
     with TemporaryDirectory() as folder:
         data = source if rewriting is None else _rewritten(source, Path(folder), rewriting)
         target = (root / RAW).resolve() / data.name
-        if source == target and data != source:
+        if real == target and data != source:
             raise UserError(f"{source}: lies in {RAW} already; move it out to import it with changed rows")
-        if source != target and (source.name.startswith(".") or target in source.parents or source in target.parents):
+        if real != target and (source.name.startswith(".") or target in real.parents or real in target.parents):
             name = RAW / source.name
             raise UserError(f"{source}: cannot become {name}; put the data into a folder with a name of its own first")
         examples, found = describe(data, source, root, log)
         if check is not None:
             check(examples)
         files = _files_to_copy(data)
-        if data == target or _equal(files, data, target):
+        if data.resolve() == target or _equal(files, data, target):
             dvc_add(target, root)
         elif target.exists() and not force:
             raise UserError(f"{target}: holds other data; use --force to replace them, or rename the source")

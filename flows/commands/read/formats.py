@@ -2,10 +2,11 @@
 
 import csv
 import json
+import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ VERL_LINE = re.compile(r"(?:^|\s)step:(\d+) - (.+)")
 """verl's console: `step:3 - actor/kl_loss:0.01 - …`, behind Ray's prefix."""
 OPENRLHF_LINE = re.compile(r"Global step (\d+): \{(.*)\}")
 """OpenRLHF's console: `… Global step 3: {'kl': 0.01, …}`."""
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+"""A terminal's code for a colour."""
 NUMBER = re.compile(r"(?:np\.\w+\()?([-+\w.]+)\)?")
 """A number as it is printed, `np.float64(0.5)` with NumPy 2."""
 
@@ -64,7 +67,7 @@ def read_records(source: str) -> list[Record]:
 def _json(path: Path) -> list[Record]:
     """trainer_state.json of transformers, or a list of records."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error})") from None
     rows = content.get("log_history") if isinstance(content, dict) else content
@@ -77,8 +80,9 @@ def _json(path: Path) -> list[Record]:
 def _lines(path: Path) -> Iterator[Record]:
     """JSON lines, or a console log, whose other lines are skipped. A last line that was cut off is skipped, too."""
     strict = path.suffix in (".jsonl", ".ndjson")
-    with path.open(encoding="utf-8", errors="strict" if strict else "replace") as file:
+    with path.open(encoding="utf-8-sig", errors="strict" if strict else "replace") as file:
         for number, line in enumerate(file, 1):
+            line = COLOUR.sub("", line)
             if verl := VERL_LINE.search(line):
                 pairs = (pair.rpartition(":") for pair in verl[2].split(" - "))
                 yield int(verl[1]), _numbers({name.strip(): text for name, _, text in pairs})
@@ -117,13 +121,13 @@ def _numbers(row: Mapping[Any, Any]) -> dict[str, float]:
         if isinstance(name, str) and not isinstance(value, bool) and (text or isinstance(value, int | float)):
             try:
                 found[name if name in STEPS else name.removeprefix("train/")] = float(text[1] if text else value)
-            except ValueError:
+            except (ValueError, OverflowError):
                 continue
     return found
 
 
 def _tensorboard(path: Path) -> list[Record]:
-    """The scalars of an event file, or of all event files of a folder. Of a repeated step the last one counts."""
+    """The scalars of an event file, or of all event files of a folder."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError:
@@ -131,32 +135,44 @@ def _tensorboard(path: Path) -> list[Record]:
     if not path.exists():
         raise UserError(f"{path}: file not found")
     events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    rows: dict[int, dict[str, float]] = defaultdict(dict)
-    for tag in events.Tags()["scalars"]:
-        for event in events.Scalars(tag):
-            rows[event.step] |= _numbers({tag: event.value})
-    return sorted(rows.items())
+    return _in_order(
+        (tag, event.wall_time, event.step, event.value)
+        for tag in events.Tags()["scalars"]
+        for event in events.Scalars(tag)
+    )
+
+
+def _in_order(points: Iterable[tuple[str, float, int, float]]) -> list[Record]:
+    """The records of (name, time, step, value). Where a name has a step twice, training was resumed or is another run:
+    then the points are in the order of time, and a step that is below the one before begins anew."""
+    found = list(points)
+    repeats = len({(name, step) for name, _, step, _ in found}) < len(found)
+    rows: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
+    part, before = 0, -math.inf
+    for name, _, step, value in sorted(found, key=lambda point: point[1:3]):
+        part, before = part + (repeats and step < before), step
+        rows[part, step] |= _numbers({name: value})
+    return [(step, values) for (_, step), values in sorted(rows.items())]
 
 
 def _mlflow(source: str) -> list[Record]:
-    """The metrics of a run on the server of MLFLOW_TRACKING_URI. Of a repeated step the last one counts."""
+    """The metrics of a run on the server of MLFLOW_TRACKING_URI."""
     if "MLFLOW_TRACKING_URI" not in os.environ:  # MLflow would create a database here
         raise UserError(f"{source}: set MLFLOW_TRACKING_URI to the server or database that has the run")
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     client, identity = MlflowClient(), source.removeprefix(MLFLOW)
-    rows: dict[int, dict[str, float]] = defaultdict(dict)
+    points: list[tuple[str, float, int, float]] = []
     try:
         recorded = client.get_run(identity).data.metrics
         for name in recorded:
             # One request each: those of no library are only named, with their last value.
             known = name.removeprefix("train/") in NAMES or "loss" in name or "norm" in name
             history = client.get_metric_history(identity, name) if known else []
-            for metric in sorted(history, key=lambda metric: metric.timestamp):
-                rows[metric.step] |= _numbers({name: metric.value})
+            points += [(name, metric.timestamp, metric.step, metric.value) for metric in history]
     except MlflowException as error:
         raise UserError(f"{source}: not found at MLFLOW_TRACKING_URI ({error.message})") from None
-    if recorded and not rows:
+    if recorded and not points:
         raise UserError(f"{source}: no metrics of a known library; found {', '.join(sorted(recorded)[:12])}")
-    return sorted(rows.items())
+    return _in_order(points)

@@ -2,7 +2,9 @@
 step is an .npz file; docs/how-to/trace.md lists its arrays and settings."""
 
 import json
+import math
 import zipfile
+import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -110,6 +112,13 @@ class Step:
     dtype: str
 
 
+DAMAGED = (
+    OSError, ValueError, EOFError, TypeError, AttributeError, KeyError, NotImplementedError, RuntimeError, zlib.error,
+    zipfile.BadZipFile,
+)  # fmt: skip
+"""What NumPy raises for a file that is damaged, encrypted or of another kind."""
+
+
 def read_step(path: Path) -> Step:
     """The step in the file. Raises UserError, with the array or key, for all that is missing, unknown, of another
     shape, or not finite on a real token."""
@@ -118,7 +127,7 @@ def read_step(path: Path) -> Step:
             found = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise UserError(f"{path}: file not found; write it as docs/how-to/trace.md shows") from None
-    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+    except DAMAGED as error:
         raise UserError(f"{path}: no .npz file of plain arrays ({' '.join(str(error).split())})") from None
     terms = [name for name in TERMS if name not in UPDATE]
     known = [*REQUIRED, *UPDATE, *WITH_LOGITS, *terms, "settings"]
@@ -271,6 +280,13 @@ def compare(path: Path) -> dict[str, Any]:
     and the known differences that give their numbers. `first`: the first term that differs, or None."""
     step = read_step(path)
     ours, rows = terms_of(step), list[dict[str, Any]]()
+    for name, term in ours.items():
+        known = (zero_padding(term, step.mask) if term.ndim else term).isfinite()
+        if not known.all():
+            place = _place((~known).float()) if known.ndim else "the step"
+            raise UserError(
+                f"{path}: our {name} is not finite at {place}; look at the log-probabilities and mask there"
+            )
     for name in TERMS:
         theirs = step.arrays.get(name)
         one: dict[str, Any] = {"term": name, "ours": None, "theirs": None}
@@ -301,7 +317,7 @@ def _explain(name: str, theirs: Tensor, step: Step) -> tuple[str, ...]:
     for changes in [each for number in (1, 2) for each in combinations(TERMS[name], number)]:
         mask = _longer(step.mask) if {"longer", "shifted"} & set(changes) else step.mask
         difference, allowed = _difference(name, terms_of(step, changes)[name], theirs, step, mask)
-        if difference.max().item() <= allowed:
+        if math.isfinite(allowed) and difference.max().item() <= allowed:
             return changes
     return ()
 

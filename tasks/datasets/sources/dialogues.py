@@ -96,7 +96,10 @@ def parse_messages(value: list[Any]) -> Conversation:
         if not isinstance(item, dict):
             raise ShapeError(f"message {number} must be an object with role and content, got {brief(item)}")
         if {"input", "output"} <= item.keys():
-            turns += [message("user", str(item["input"] or "")), message("assistant", str(item["output"] or ""))]
+            for speaker, name in (("user", "input"), ("assistant", "output")):
+                if not isinstance(item[name], str | None):
+                    raise ShapeError(f"message {number} has {name} {brief(item[name])}, expected text")
+                turns.append(message(speaker, item[name] or ""))
             continue
         who, what = next((keys for keys in KEYS if set(keys) <= item.keys()), ("", ""))
         if not who:

@@ -166,6 +166,9 @@ def _read_table(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
                     on_bad(f"{where}: {len(fields)} fields, and the header has {len(header)}; correct the row")
                     continue
                 row = dict(zip(header, fields, strict=True))
+                if header[0] and row.get(""):
+                    on_bad(f"{where}: {brief(row[''])} is in a column without a name; name it in the header")
+                    continue
                 unclear = [name for name in FLAGS if row.get(name, "").strip().casefold() not in {"", *TRUTH}]
                 if unclear:
                     on_bad(f"{where}: {unclear[0]}: expected true, false or nothing, got {brief(row[unclear[0]])}")
@@ -182,7 +185,7 @@ def _read_table(path: Path, on_bad: Log) -> Iterator[tuple[int, Row]]:
 
 
 def _typed(row: dict[str, str]) -> Row:
-    row.pop("", None)  # the index that pandas writes
+    row.pop("", None)  # the index that pandas writes, or an empty column
     content = {name for name in row if name in CONTENT or ANSWER.fullmatch(name)}
     typed: Row = {
         name: text if name in content else (loaded(text) if text.startswith("[{") else text or None)

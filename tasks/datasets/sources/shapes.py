@@ -5,6 +5,8 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -281,18 +283,33 @@ def read_all(
         problems.add(str(error))
     if not examples and problems.count == before:
         problems.add(f"{place}: no rows; fill the file or remove it")
-    rated = [example for example in examples if example.rating is not None]
-    if rated and any(e.rating is None and not {*LABELS}.isdisjoint(e.extra) for e in examples):
-        for example in rated:  # one of many classes, and not good or bad
-            example.rating = None
-    repeated, answers = _strip_repeated_prompts(examples)
+    _drop_classes(examples, file, problems, log)
+    repeated, answers = strip_repeated_prompts(examples)
     if repeated:
         done = "which was removed from them" if repeated == answers else "which is kept, because the others do not"
         log(f"{file}: {repeated:,} of {answers:,} answers begin with their prompt, {done}")
     return examples
 
 
-def _strip_repeated_prompts(examples: list[Example]) -> tuple[int, int]:
+def _drop_classes(examples: list[Example], file: str, problems: Problems, log: Log) -> None:
+    """Labels among which are other numbers than those of `TRUTHS` are classes and no ratings. Where other rows say it
+    in words, such a number is a problem of its row."""
+    rated = [example for example in examples if example.rating is not None]
+    others = [e for e in examples if e.rating is None and not {*LABELS}.isdisjoint(e.extra)]
+    if not rated or not others:
+        return
+    name = next(name for name in LABELS if name in others[0].extra)
+    if all(verdicts.is_number(e.extra.get(name)) for e in rated):
+        log(f"{file}: {name} is not read as good or bad: {brief(others[0].extra[name])} in row {others[0].row}")
+        for example in rated:
+            example.rating = None
+        return
+    for one in others:
+        value = brief(one.extra[name])
+        problems.add(f"{file}, row {one.row}: {name}: {value} does not say whether the answer is good, as others do")
+
+
+def strip_repeated_prompts(examples: list[Example]) -> tuple[int, int]:
     """How many answers begin with their prompt, of how many; if all do, it is removed from them."""
     repeated, count = 0, sum(len(example.answers) for example in examples)
     for number, example in enumerate(examples):
@@ -407,7 +424,9 @@ def _history(value: object) -> Conversation:
         return _turns(value, HISTORY)
     if not isinstance(value, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in value):
         raise ShapeError(f"{HISTORY}: expected a list of [question, answer], or of messages")
-    return [dialogues.message(role, str(text)) for turn in value for role, text in zip(SPEAKERS, turn, strict=True)]
+    if not all(isinstance(text, str) for turn in value for text in turn):
+        raise ShapeError(f"{HISTORY}: a question or an answer is not text")
+    return [dialogues.message(role, text) for turn in value for role, text in zip(SPEAKERS, turn, strict=True)]
 
 
 def _voted(row: Row, layout: Layout, verdict: tuple[str, ...]) -> Iterator[tuple[Answers, bool]]:
@@ -586,12 +605,17 @@ def _truth(value: object, name: str) -> float | None:
 
 
 def _further(row: Row, names: Iterable[str]) -> dict[str, Any]:
-    """The further columns, without those whose value is null or cannot be written as JSON."""
-    found = {name: row[name] for name in names if row[name] is not None}
+    """The further columns, without those whose value is null or cannot be written as JSON. Decimal numbers and times of
+    Parquet are written as numbers and text."""
+    found = {name: _plain(row[name]) for name in names if row[name] is not None}
     try:
         return {name: value for name, value in found.items() if _is_json({name: value})}
     except RecursionError:  # nested too deeply
         return {}
+
+
+def _plain(value: object) -> object:
+    return float(value) if isinstance(value, Decimal) else str(value) if isinstance(value, date) else value
 
 
 def _is_json(value: object) -> bool:

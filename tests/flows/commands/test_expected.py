@@ -2,6 +2,7 @@
 other parameters are not compared."""
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -148,6 +149,12 @@ def test_a_file_is_made_from_a_run(demo: Path) -> None:
     with pytest.raises(UserError, match="--write` makes one"):
         expected.check(demo, None)
     expected.write(demo, None, 0.1)
+    with pytest.raises(UserError, match=r"demo.expected.yaml: is there already, with tolerances set by hand"):
+        expected.write(demo, None, 0.1)
+    with pytest.raises(UserError, match=r"x.yaml: cannot be written \(Not a directory\)"):
+        expected.write(demo, demo / "params.yaml/x.yaml", 0.1)
+    with pytest.raises(UserError, match="--tolerance inf: give a number"):
+        expected.write(demo, demo / "new.yaml", math.inf)
     found = expected.check(demo, None)
     assert found["first_off"] is None
     assert [(row["expected"], row["tolerance"]) for row in found["figures"] if row["stage"] == "ppo"] == [(5.5, 0.55)]

@@ -368,6 +368,7 @@ def test_line_ends_of_tables(convert, end):
         ('prompt,response\na,b\nc,"d\n', "line 3: broken CSV"),
         ('prompt,response\na,"b"c\n', "line 2: broken CSV (a field that begins with a quote must end with one"),
         ("prompt,chosen,rejected,tie\na,b,c,maybe\n", "line 2: tie: expected true, false or nothing, got 'maybe'"),
+        ("prompt,response,\na,b,\nc,d,lost\n", "line 3: 'lost' is in a column without a name; name it in the header"),
         ("prompt,prompt\na,b\n", "line 1: two columns of one name"),
         (b"prompt,response\na,b\nc,\xe4\n", "line 3: not UTF-8"),
     ],

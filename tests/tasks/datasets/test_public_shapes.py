@@ -508,8 +508,16 @@ def test_all_rated_answers_are_imitated_where_the_limit_is_below_them(place, sou
 
 def test_a_label_of_several_classes_is_no_verdict(params, raw):
     rows = [{"prompt": asked(t), "response": good(t), "label": n % 3} for n, t in enumerate(TOPICS)]
-    prepared = prepare(params(), raw(train=rows))
+    printed = []
+    prepared = prepare(params(), raw(train=rows), log=printed.append)
     assert not any(example.low or example.rating is not None for example in prepared.kept)
+    assert "data/raw/set/train.jsonl: label is not read as good or bad: 2 in row 3" in printed
+
+
+def test_a_number_among_labels_in_words_is_refused(params, raw):
+    rows = [{"prompt": asked(t), "response": good(t), "label": n % 2 == 0} for n, t in enumerate(TOPICS)]
+    with pytest.raises(UserError, match="row 3: label: 2 does not say whether the answer is good, as others do"):
+        prepare(params(), raw(train=[row | {"label": 2} if n == 2 else row for n, row in enumerate(rows)]))
 
 
 def test_answers_that_are_all_bad_are_not_imitated_and_equal_ratings_are(params, raw):

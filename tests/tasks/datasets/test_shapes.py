@@ -2,6 +2,7 @@
 
 import datetime
 import re
+from decimal import Decimal
 
 import pytest
 
@@ -87,6 +88,11 @@ def test_turns_that_do_not_fit_are_marked_not_fatal(examples, row):
         ({"prompt": "x", "response": "y", "completion": "z"}, "row 1: both response and completion"),
         ({"prompt": 3}, "row 1: prompt: expected text or a list of messages, got int"),
         ({"prompt": "x", "response": {"a": 1}}, "row 1: response: message 1 must be an object with role and content"),
+        (
+            {"instruction": "x", "output": "y", "history": [["q", None]]},
+            "row 1: history: a question or an answer is",
+        ),
+        ({"messages": [{"input": {"a": 1}, "output": "z"}]}, "row 1: messages: message 1 has input"),
         ({"messages": "x"}, "row 1: messages: expected a list of messages, got str"),
         ({"prompt": ["x"]}, "row 1: prompt: message 1 must be an object with role and content"),
         ({"prompt": [{"role": "tool", "content": "x"}]}, "row 1: prompt: message 1 has role 'tool', expected system"),
@@ -165,9 +171,11 @@ def test_other_columns_may_come_and_go(examples):
 
 def test_further_columns_are_kept_as_far_as_json_can_hold_them(examples):
     row = {"prompt": "1 + 1?", "answer": "2", "steps": [1, {"a": None}], "hard": False, "task": "sums"}
-    lost = {"none": None, "day": datetime.date(2026, 1, 1), "bytes": [b"x"], "nan": float("nan"), "half": "\ud800"}
+    row |= {"day": datetime.date(2026, 1, 1), "price": Decimal("1.5")}
+    lost = {"none": None, "bytes": [b"x"], "nan": float("nan"), "half": "\ud800"}
     (example,) = examples([row | lost | {"\ud800": 1}])
-    assert example.extra == {"answer": "2", "steps": [1, {"a": None}], "hard": False, "task": "sums"}
+    kept = {"answer": "2", "steps": [1, {"a": None}], "hard": False, "task": "sums"}
+    assert example.extra == kept | {"day": "2026-01-01", "price": 1.5}
 
 
 def test_a_pair_keeps_no_column_of_its_label(examples):

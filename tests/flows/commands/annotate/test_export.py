@@ -135,19 +135,28 @@ def test_a_folder_is_not_replaced(make_store: Make, tmp_path: Path, monkeypatch:
     assert (folder / "thesis.txt").read_text(encoding="utf-8") == "years of work"
 
 
-@pytest.mark.parametrize("content", ["", "years of work\n", '{"prompt": "p", "chosen": "a", "rejected": "b"}\n', "\0"])
+LABEL = {"prompt": "p", "chosen": "a", "rejected": "b", "annotator": "ben", "task": "1", "order": [1, 2]}
+
+
+@pytest.mark.parametrize("content", ["", "years of work\n", json.dumps(LABEL), "\0"])
 def test_only_an_earlier_export_is_replaced(make_store: Make, tmp_path: Path, content: str) -> None:
     store = make_store([task(0), task(1)])
     choose(store, "anna", task(0), 0, 1)
     path = tmp_path / "labels.jsonl"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(UserError, match=r"labels.jsonl: exists and is no earlier export.*another name$"):
+    with pytest.raises(UserError, match=r"labels.jsonl: exists and is no export of this session.*another name$"):
         export(store, path)
     assert path.read_text(encoding="utf-8") == content
     path.unlink()
     export(store, path)
     choose(store, "anna", task(1), 0, 1)
     assert len(exported(store, path)) == 2
+    other = make_store([task(2)], "other")
+    choose(other, "anna", task(2), 0, 1)
+    with pytest.raises(UserError, match="is no export of this session"):
+        export(other, path)
+    with pytest.raises(UserError, match=r"labels are JSON lines; choose a name such as labels.jsonl"):
+        export(store, tmp_path / "labels.csv")
 
 
 def test_an_export_can_be_imported(make_store: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,19 @@ def test_files_alone_with_their_prompts(made: Path) -> None:
     assert content["models"]["long.jsonl"]["length"] == np.mean([2 + 2 * i for i in range(12)])
 
 
+def test_a_table_says_what_ended_and_repeated_prompts_are_removed(made: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (made / "tea.jsonl").read_text().splitlines()]
+    ended = ["true", "False", "", *["true"] * (len(rows) - 3)]
+    lines = [f'"{row["prompt"]}","{row["response"]}",{end}' for row, end in zip(rows, ended, strict=True)]
+    (tmp_path / "table.csv").write_text("\n".join(["prompt,response,ended", *lines]))
+    write(tmp_path / "echo.jsonl", [row | {"response": f"{row['prompt']} {row['response']}"} for row in rows])
+    result = run("tea.jsonl", tmp_path / "table.csv", tmp_path / "echo.jsonl", "--judge", "length.py", "--json")
+    tea, table, echo = json.loads(result.stdout)["models"].values()
+    assert (tea["unfinished_share"], table["unfinished_share"]) == (0, pytest.approx(1 / len(rows)))
+    assert echo["score"] == table["score"] == tea["score"]
+    assert f"echo.jsonl: {len(rows)} of {len(rows)} answers begin with their prompt, which was removed" in result.stderr
+
+
 def test_a_function_gets_the_columns_of_the_prompts(made: Path) -> None:
     content = found("tea.jsonl", "long.jsonl", "--prompts", "prompts.jsonl", "--judge", "extra.py")
     assert [one["score"] for one in content["models"].values()] == [1, 0]
@@ -220,6 +233,8 @@ def test_what_is_refused(made: Path, tmp_path: Path) -> None:
     write(tmp_path / "few.jsonl", [{"prompt": PROMPTS[0], "response": "b"}])
     write(tmp_path / "bare.jsonl", [{"prompt": "a"}])
     write(tmp_path / "half.jsonl", [{"prompt": "a", "response": "\ud800"}])
+    write(tmp_path / "maybe.jsonl", [{"prompt": "a", "response": "b", "ended": "maybe"}])
+    write(tmp_path / "same.jsonl", [{"prompt": PROMPTS[0], "reference": name} for name in "ab"])
     write(tmp_path / "empty.jsonl", [{"prompt": " ", "response": "a"}])
     (tmp_path / "data.yaml").write_text("judge: {kind: data}\n")
     (tmp_path / "none.yaml").write_text("seed: 1\n")
@@ -239,6 +254,11 @@ def test_what_is_refused(made: Path, tmp_path: Path) -> None:
         (("tea.jsonl", tmp_path / "bare.jsonl", *judge), "bare.jsonl, row 1: no answer"),
         (("tea.jsonl", tmp_path / "half.jsonl", *judge), "half.jsonl, row 1: half a surrogate pair"),
         (("tea.jsonl", tmp_path / "empty.jsonl", *judge), "empty.jsonl, row 1: the prompt is empty"),
+        (("tea.jsonl", tmp_path / "maybe.jsonl", *judge), "maybe.jsonl, row 1: ended: expected true, false or nothing"),
+        (
+            ("tea.jsonl", "long.jsonl", "--prompts", tmp_path / "same.jsonl", *judge),
+            "same.jsonl, row 2: a prompt of",
+        ),
         (("one", "two", *prompts, "--judge", "other"), "a question of"),
         (("one", "two", *prompts, "--judge", "reward", "--max-new-tokens", "500"), "its context holds 512"),
         (("tea.jsonl", "long.jsonl", "--judge", tmp_path / "data.yaml"), "judge.kind is data"),

@@ -66,6 +66,12 @@ def test_a_file_alone(source, root, added):
     assert tree(root) == ["data/raw/train.jsonl"]
     import_data(source / "train.jsonl", root)
     assert added == ["train.jsonl", "train.jsonl"]
+    (source.parent / "latest.jsonl").symlink_to(source / "train.jsonl")
+    (source.parent / "blob").write_bytes((source / "train.jsonl").read_bytes())
+    (source.parent / "hub.jsonl").symlink_to(source.parent / "blob")
+    for name in ("latest.jsonl", "hub.jsonl"):
+        assert import_data(source.parent / name, root)[0] == root / "data/raw" / name
+        assert not (root / "data/raw" / name).is_symlink()
 
 
 def test_data_that_a_quick_try_cannot_use_are_not_copied(source, root, added):

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.commands.read.formats import _in_order, read_records
 from flows.commands.read.libraries import LIBRARIES, NEMO_RL, OPENRLHF, TRL_GROUPS, TRL_PPO, VERL, Library
 from flows.commands.read.read import NEEDS, NEUTRAL, read
 from rlhf_core.errors import UserError
@@ -214,6 +215,29 @@ def test_a_resumed_run_in_one_file_or_two(tmp_path: Path) -> None:
     one = tmp_path / "one.log"
     one.write_text("\n".join(Path(file).read_text() for file in reversed(files)))
     assert read([str(one)])[0]["findings"] == []
+
+
+def test_a_resumed_run_of_event_files_or_a_server(tmp_path: Path) -> None:
+    """Points are those of the order of time where a step is there twice, and of the order of steps elsewhere."""
+    lost = [("reward", step, step, 1.0) for step in range(1, 6)]
+    resumed = [("reward", 10 + step, step, 2.0) for step in range(4, 7)]
+    found = _in_order(resumed + lost)
+    assert [(step, values["reward"]) for step, values in found] == [
+        *((step, 1.0) for step in range(1, 6)), (4, 2.0), (5, 2.0), (6, 2.0)
+    ]  # fmt: skip
+    late = [("kl", 20 + step, step, 0.1) for step in range(1, 6)]  # sent after all of the reward
+    assert _in_order(lost + late) == [(step, {"reward": 1.0, "kl": 0.1}) for step in range(1, 6)]
+
+
+def test_marks_and_colours_of_logs_are_no_figures(tmp_path: Path) -> None:
+    steps = run(VERL)
+    plain = Path(verl_console(tmp_path, steps))
+    coloured = tmp_path / "coloured.log"
+    coloured.write_text("\ufeff" + plain.read_text().replace("\n", "\x1b[0m\n"), encoding="utf-8")
+    assert read_records(str(coloured)) == read_records(str(plain))
+    long = tmp_path / "long.jsonl"
+    long.write_text(f'\ufeff{{"step": 1, "kl": {"9" * 400}, "reward": 1.0}}\n', encoding="utf-8")
+    assert read_records(str(long)) == [(1, {"step": 1.0, "reward": 1.0})]
 
 
 def test_two_runs_are_refused(tmp_path: Path) -> None:

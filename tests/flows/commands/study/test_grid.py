@@ -58,6 +58,7 @@ def test_names_are_as_short_as_they_can_be(names: list[str], short: list[str]) -
         (("a=(",), (), "-S a=(: Error parsing override"),
         (("a=1", "a=2"), (), "-S a=2: a is given twice; write NAME=A,B"),
         (("seed=a,b",), (), "-S seed=a,b: seeds are whole numbers from 0"),
+        (("case=1,2",), (), "-S case=1,2: cases are written into a study file"),
         (("+a=1,2",), (), "a parameter that params.yaml does not have can take one value only"),
         (("a=interval(0,1)",), (), "an interval needs --search N"),
         (("a=range(0,2000)",), (), "2000 trials are more than 1000"),

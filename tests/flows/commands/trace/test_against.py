@@ -165,6 +165,7 @@ NAN = np.full((4, TIME), np.nan)
         ({"advantage": NAN}, "advantage: unknown array; did you mean advantages?"),
         ({"scores": NAN}, "scores: shape [4, 6]; with this mask it is [4]"),
         ({"values": NAN}, "values: not finite at answer 1, token 1"),
+        ({"old_logprobs": np.full((4, TIME), -800.0)}, "our ratio is not finite at answer 1, token 1"),
         ({"mask": HOLE}, "mask: answer 1 does not begin with its tokens"),
         ({"mask": NAN}, "mask: give [answers, tokens] of 0 and 1"),
         ({"tokens": np.full((4, TIME), 7)}, "tokens: not below 7"),
@@ -194,8 +195,12 @@ def test_the_command(write: Write, tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["trace", "--against", str(write("half")), "--json"])
     assert (found.exit_code, json.loads(found.stdout)["first"]) == (1, "value_loss")
     (tmp_path / "text.npz").write_text("no archive")
+    np.savez_compressed(tmp_path / "damaged.npz", values=np.arange(1000.0))
+    content = bytearray((tmp_path / "damaged.npz").read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    (tmp_path / "damaged.npz").write_bytes(content)
     np.save(tmp_path / "one.npy", NAN)
-    for name in ("text.npz", "nowhere.npz", "one.npy"):
+    for name in ("text.npz", "damaged.npz", "nowhere.npz", "one.npy"):
         assert CliRunner().invoke(app, ["trace", "--against", str(tmp_path / name)]).exit_code == 2
     assert CliRunner().invoke(app, ["trace", "eat?", "--against", str(write())]).exit_code == 2
     assert CliRunner().invoke(app, ["trace"]).exit_code == 2
