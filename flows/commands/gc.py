@@ -105,7 +105,9 @@ def examine(root: Path, keep: int, studies: Sequence[str]) -> list[Run]:
         is_other = line.startswith("worktree ") and path != root.resolve() and (path / "dvc.yaml").is_file()
         if is_other and cache_folder(path) == folder:
             runs.append(Run(f"worktree {os.path.relpath(path, root)}", "", needed_objects(path)["workspace"]))
-    runs += [Run("data/raw and rounds of older commits", "", imported(root)), *champions(root)]
+    if data := imported(root):
+        runs.append(Run("imported data and rounds of all commits", "", data))
+    runs += champions(root)
     tagged = {commit for ref, _, commit, _ in heads if ref.startswith("refs/tags/")}
     for ref, date, commit, _ in experiments:
         goes = ref in old and commit not in tagged

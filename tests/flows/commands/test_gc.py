@@ -138,6 +138,24 @@ def test_what_stays_can_be_restored_and_the_rest_is_gone(root: Path, capsys: pyt
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove"
 
 
+def test_imported_data_of_every_commit_stay(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file and a folder, of which a later commit has other rows."""
+    for version in ("1", "2"):
+        for name in ("file", "folder/rows"):
+            path = root / "data/raw" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{name} {version}\n")
+        dvc(root, "add", "--quiet", "data/raw/file", "data/raw/folder")
+        call(root, "git", "add", "data/raw/file.dvc", "data/raw/folder.dvc")
+        call(root, "git", "commit", "--quiet", "--message", version)
+    gc.gc(root, 0, ["s", "s-2"], True)
+    assert "imported data and rounds of all commits" in capsys.readouterr().out
+    call(root, "git", "checkout", "--quiet", "HEAD~1")
+    dvc(root, "checkout", "data/raw/file.dvc", "data/raw/folder.dvc")
+    assert (root / "data/raw/file").read_text() == "file 1\n"
+    assert (root / "data/raw/folder/rows").read_text() == "folder/rows 1\n"
+
+
 def test_what_becomes_needed_meanwhile_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is stored while gc looks, and an old result that is applied then."""
     look, new = gc.examine, root / ".dvc/cache/files/md5/ab" / ("c" * 30)
