@@ -372,6 +372,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "gao-slopes": ("gao", gao_slopes),
     "gao-leash": ("gao-leash", gao_table),
     "ensembles": ("ensembles", ensembles_table),
+    "xu-tuning": ("xu-tuning", tuning_table),
     "xu": ("xu", xu_table),
     "xu-effects": ("xu", xu_effects),
     "ahmadian": ("ahmadian", ahmadian_table),
