@@ -71,7 +71,7 @@ def render(plan: Mapping[str, Any]) -> str:
     lengths = (
         "rows and answers of mean length"
         if plan["measured_lengths"]
-        else "the longest rows and answers: after `leash run ingest` (seconds) it is of the usual ones"
+        else f"the longest rows and answers: after `leash run {plan['lengths_after']}` it is of the usual ones"
     )
     speeds = ", ".join(f"{value / 1e12:.3g} in {kind}" for kind, value in plan["flops"].items())
     slow = []
