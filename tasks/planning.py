@@ -249,7 +249,7 @@ def plan_run(
         "prompt_tokens": prompt_tokens or longest_prompt(params),
         "rows": None if rows is None else rows.counts,
         "measured_lengths": bool(rows and rows.means),
-        "lengths_after": "base" if params.base.source == "scratch" else "ingest",  # which has the tokenizer
+        "lengths_after": "base" if params.base.source == "scratch" and folder is None else "ingest",
         "stages": stages,
         "seconds": None if None in known else sum(known),
         "flops": asdict(speed),

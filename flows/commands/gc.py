@@ -125,7 +125,9 @@ def _refs(root: Path, *patterns: str) -> list[tuple[str, str, str, str]]:
 
 def imported(root: Path) -> set[str]:
     """Objects of the data that any commit has below data/raw/ and rounds/: the cache may hold the only copy."""
-    listed = workspace.git(root, "rev-list", "--all", "--objects", "--", "data/raw", "rounds").splitlines()
+    listed = workspace.git(
+        root, "rev-list", "--all", "--full-history", "--objects", "--", "data/raw", "rounds"
+    ).splitlines()
     files = {blob for blob, _, path in (line.partition(" ") for line in listed) if path.endswith(".dvc")}
     text = "\n".join(workspace.git(root, "cat-file", "blob", blob) for blob in sorted(files))
     objects = set[str]()

@@ -85,7 +85,7 @@ def render(plan: Mapping[str, Any]) -> str:
         f"longest prompt: {plan['prompt_tokens']} tokens; memory is that of the longest rows",
         "\n".join([table(memory), "* the stage's peak", "", *models]),
         f"{table(work)}\n{_rows(plan['rows'])}\ntime of {lengths}\n"
-        f"formula: TFLOP/s {'measured here and now' if plan['device'] == 'host' else 'assumed'}: {speeds}",
+        f"formula: TFLOP/s {'measured here' if plan['device'] == 'host' else 'assumed'}: {speeds}",
         "disk: " + ", ".join(f"{name} {_number(size)} GB" for name, size in plan["disk"].items()),
         *changes,
         *slow,

@@ -292,6 +292,7 @@ def test_a_plan_says_where_bfloat16_is_slower_than_float32(
     plan = {"device": "host", **plan_run(content(change), tmp_path, 1e12, "cpu")}
     assert render(plan).count("bfloat16 takes 4.0 times as long as float32 on this CPU; set float32") == line
     assert plan_run(content(change), tmp_path, 1e12, ANY_GPU)["bfloat16_time"] is None
+    assert "after `leash run base` it is of the usual ones" in render(plan), "which has the tokenizer"
 
 
 def run_before(root: Path, change: dict[str, Any], seconds: int, stage: str = "ppo", **facts: Any) -> None:

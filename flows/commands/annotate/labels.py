@@ -66,13 +66,15 @@ def export(store: Store, path: Path) -> str:
 
 
 def _is_export(path: Path, store: Store) -> bool:
-    """Whether all rows of a file are labels of tasks of this session."""
+    """Whether all rows of a file are labels of this session's tasks by its annotators."""
+    people = {one.annotator for one in store.judgements()}
     try:
         rows = [row for _, row in iter_jsonl(path)] if path.is_file() else []
     except (OSError, UserError):
         return False
     return bool(rows) and all(
-        {"annotator", "order"} <= row.keys()
+        "order" in row
+        and row.get("annotator") in people
         and (task := store.tasks.get(str(row.get("task")))) is not None
         and task.prompt == row.get("prompt")
         for row in rows

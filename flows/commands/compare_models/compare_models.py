@@ -170,7 +170,7 @@ def read_inputs(call: Call) -> tuple[list[Row], dict[Path, dict[str, Example]]]:
     distinct: dict[str, Row] = {}
     for one in examples:
         row = {"prompt_id": one.prompt_id, "prompt": one.prompt, "extra": one.extra}
-        if distinct.setdefault(one.prompt_id, row) != row:
+        if distinct.setdefault(one.prompt_id, row) != row and call.judge.suffix == ".py":  # which reads the columns
             raise UserError(f"{call.prompts}, row {one.row}: a prompt of an earlier row, with other columns; keep one")
     for source, answers in files.items():
         missing = [row for name, row in distinct.items() if name not in answers]
@@ -193,6 +193,8 @@ def read_examples(path: Path) -> list[Example]:
     repeated, answers = strip_repeated_prompts(examples)
     if repeated:
         done = "which was removed from them" if repeated == answers else "which is kept, because the others do not"
+        for one in examples if repeated == answers else ():
+            one.response = f" {one.response}"  # of a continuation it is a part; from an answer `answer_text` takes it
         print(f"{path}: {repeated} of {answers} answers begin with their prompt, {done}", file=sys.stderr, flush=True)
     for one in examples:
         prompt, problem = as_text(one.prompt), one.broken

@@ -62,9 +62,10 @@ def import_data(
     source, rows that cannot be read (file and row), data of which no row is left, other data of the same name without
     `force`, a full disk, and a failing `dvc add`.
     """
-    # `resolve` would follow a link, whose name says what the file is, as in Hugging Face's cache.
-    source = Path(os.path.abspath(source.expanduser()))  # noqa: PTH100
+    source = source.expanduser()
     real = source.resolve()
+    # The name of a link says what the file is, as in Hugging Face's cache.
+    source = source.parent.resolve() / source.name if source.is_symlink() else real
     if not source.exists():
         raise UserError(f"{source}: file not found")
     if not (root / ".dvc").is_dir():

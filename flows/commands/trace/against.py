@@ -3,8 +3,6 @@ step is an .npz file; docs/how-to/trace.md lists its arrays and settings."""
 
 import json
 import math
-import zipfile
-import zlib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -112,13 +110,6 @@ class Step:
     dtype: str
 
 
-DAMAGED = (
-    OSError, ValueError, EOFError, TypeError, AttributeError, KeyError, NotImplementedError, RuntimeError, zlib.error,
-    zipfile.BadZipFile,
-)  # fmt: skip
-"""What NumPy raises for a file that is damaged, encrypted or of another kind."""
-
-
 def read_step(path: Path) -> Step:
     """The step in the file. Raises UserError, with the array or key, for all that is missing, unknown, of another
     shape, or not finite on a real token."""
@@ -127,7 +118,7 @@ def read_step(path: Path) -> Step:
             found = {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise UserError(f"{path}: file not found; write it as docs/how-to/trace.md shows") from None
-    except DAMAGED as error:
+    except Exception as error:  # of a dozen kinds, for a file that is damaged, encrypted or of another format
         raise UserError(f"{path}: no .npz file of plain arrays ({' '.join(str(error).split())})") from None
     terms = [name for name in TERMS if name not in UPDATE]
     known = [*REQUIRED, *UPDATE, *WITH_LOGITS, *terms, "settings"]

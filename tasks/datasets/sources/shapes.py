@@ -298,15 +298,22 @@ def _drop_classes(examples: list[Example], file: str, problems: Problems, log: L
     others = [e for e in examples if e.rating is None and not {*LABELS}.isdisjoint(e.extra)]
     if not rated or not others:
         return
-    name = next(name for name in LABELS if name in others[0].extra)
-    if all(verdicts.is_number(e.extra.get(name)) for e in rated):
-        log(f"{file}: {name} is not read as good or bad: {brief(others[0].extra[name])} in row {others[0].row}")
+    in_numbers = all(verdicts.is_number(value) for e in rated for _, value in _labels(e))
+    if in_numbers:
         for example in rated:
             example.rating = None
-        return
     for one in others:
-        value = brief(one.extra[name])
-        problems.add(f"{file}, row {one.row}: {name}: {value} does not say whether the answer is good, as others do")
+        [(name, value), *_] = _labels(one)
+        if in_numbers:
+            log(f"{file}: {name} is not read as good or bad: {brief(value)} in row {one.row}")
+            return
+        problems.add(
+            f"{file}, row {one.row}: {name}: {brief(value)} does not say whether the answer is good, as others do"
+        )
+
+
+def _labels(example: Example) -> list[tuple[str, Any]]:
+    return [(name, example.extra[name]) for name in LABELS if name in example.extra]
 
 
 def strip_repeated_prompts(examples: list[Example]) -> tuple[int, int]:
@@ -605,8 +612,8 @@ def _truth(value: object, name: str) -> float | None:
 
 
 def _further(row: Row, names: Iterable[str]) -> dict[str, Any]:
-    """The further columns, without those whose value is null or cannot be written as JSON. Decimal numbers and times of
-    Parquet are written as numbers and text."""
+    """The further columns, without those whose value is null or cannot be written as JSON. Of Parquet, decimal
+    numbers are written as numbers, and dates and timestamps as text, where they are not in lists or objects."""
     found = {name: _plain(row[name]) for name in names if row[name] is not None}
     try:
         return {name: value for name, value in found.items() if _is_json({name: value})}

@@ -139,7 +139,7 @@ def test_what_stays_can_be_restored_and_the_rest_is_gone(root: Path, capsys: pyt
 
 
 def test_imported_data_of_every_commit_stay(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file and a folder, of which a later commit has other rows."""
+    """A file and a folder, of which a later commit has other rows, and a file of a branch that a merge left out."""
     for version in ("1", "2"):
         for name in ("file", "folder/rows"):
             path = root / "data/raw" / name
@@ -148,9 +148,22 @@ def test_imported_data_of_every_commit_stay(root: Path, capsys: pytest.CaptureFi
         dvc(root, "add", "--quiet", "data/raw/file", "data/raw/folder")
         call(root, "git", "add", "data/raw/file.dvc", "data/raw/folder.dvc")
         call(root, "git", "commit", "--quiet", "--message", version)
+    call(root, "git", "checkout", "--quiet", "-b", "side")
+    (root / "data/raw/side").write_text("side\n")
+    dvc(root, "add", "--quiet", "data/raw/side")
+    call(root, "git", "add", "data/raw/side.dvc")
+    call(root, "git", "commit", "--quiet", "--message", "side")
+    side = call(root, "git", "rev-parse", "HEAD").strip()
+    call(root, "git", "checkout", "--quiet", "-")
+    call(root, "git", "merge", "--quiet", "--strategy", "ours", "--no-edit", "side")
+    call(root, "git", "branch", "--quiet", "--delete", "--force", "side")
     gc.gc(root, 0, ["s", "s-2"], True)
     assert "imported data and rounds of all commits" in capsys.readouterr().out
-    call(root, "git", "checkout", "--quiet", "HEAD~1")
+    call(root, "git", "checkout", "--quiet", "--force", side)
+    (root / "data/raw/side").unlink(missing_ok=True)
+    dvc(root, "checkout", "data/raw/side.dvc")
+    assert (root / "data/raw/side").read_text() == "side\n"
+    call(root, "git", "checkout", "--quiet", "--force", "HEAD~2")
     dvc(root, "checkout", "data/raw/file.dvc", "data/raw/folder.dvc")
     assert (root / "data/raw/file").read_text() == "file 1\n"
     assert (root / "data/raw/folder/rows").read_text() == "folder/rows 1\n"

@@ -516,8 +516,11 @@ def test_a_label_of_several_classes_is_no_verdict(params, raw):
 
 def test_a_number_among_labels_in_words_is_refused(params, raw):
     rows = [{"prompt": asked(t), "response": good(t), "label": n % 2 == 0} for n, t in enumerate(TOPICS)]
+    rows[2]["label"] = 2
+    rows[3]["kto_tag"] = 3
+    del rows[3]["label"]
     with pytest.raises(UserError, match="row 3: label: 2 does not say whether the answer is good, as others do"):
-        prepare(params(), raw(train=[row | {"label": 2} if n == 2 else row for n, row in enumerate(rows)]))
+        prepare(params(), raw(train=rows))
 
 
 def test_answers_that_are_all_bad_are_not_imitated_and_equal_ratings_are(params, raw):

@@ -151,8 +151,8 @@ def test_only_an_earlier_export_is_replaced(make_store: Make, tmp_path: Path, co
     export(store, path)
     choose(store, "anna", task(1), 0, 1)
     assert len(exported(store, path)) == 2
-    other = make_store([task(2)], "other")
-    choose(other, "anna", task(2), 0, 1)
+    other = make_store([task(0)], "other")
+    choose(other, "ben", task(0), 0, 1)
     with pytest.raises(UserError, match="is no export of this session"):
         export(other, path)
     with pytest.raises(UserError, match=r"labels are JSON lines; choose a name such as labels.jsonl"):
