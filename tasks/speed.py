@@ -13,7 +13,7 @@ GPU = {"float32": 2e13, "bfloat16": 3e14}
 """Operations a second of large products (about an A100). Not measured."""
 SHARE, SAMPLING_SHARE = 0.3, 0.05
 """What training and reading reach of it, and sampling token by token. Assumptions."""
-SECONDS, LONGEST, PASSES = 0.1, 1.0, 3
+SECONDS, LONGEST, PASSES = 0.3, 1.0, 3
 """How long a kind of pass is measured: `SECONDS` and `PASSES`, but none begins after `LONGEST` seconds."""
 OPERATIONS, WIDEST = 1e10, 2048
 """Of one pass, about, at most, and the size of the layer: a larger one is measured with fewer tokens, and smaller."""
