@@ -454,7 +454,7 @@ def times_of(
     measured = {
         name: earlier[name].seconds * work.seconds(model, speed) / done.seconds(model, speed)
         for name, work in works.items()
-        if (done := before.get(name)) is not None and done != Work()
+        if (done := before.get(name)) is not None and done.seconds(model, speed)
     }
     expected = sum(formula[name] for name in measured)
     factor = sum(measured.values()) / expected if expected else 1.0

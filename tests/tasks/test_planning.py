@@ -295,6 +295,18 @@ def test_a_plan_says_where_bfloat16_is_slower_than_float32(
     assert "after `leash run base` it is of the usual ones" in render(plan), "which has the tokenizer"
 
 
+def test_an_earlier_run_without_rows_gives_no_time(tmp_path: Path) -> None:
+    """Of SFT with adapters, whose work was nothing."""
+    change = {"sft": {"lora": {}}}
+    run_before(tmp_path, change, seconds=40, stage="sft")
+    counted = dict.fromkeys(DATASETS, 0)
+    [folder] = record.folder_of(tmp_path).glob("*")
+    path = folder / "ingest-1" / record.FILES / "metrics" / "ingest.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(counted))
+    assert plan_run(content(change), tmp_path, 1e12, "cpu")["stages"]["sft"]["time_by"] == "formula"
+
+
 def run_before(root: Path, change: dict[str, Any], seconds: int, stage: str = "ppo", **facts: Any) -> None:
     """A finished stage in the records, on the CPU of this host."""
     folder = root / "work/tracking/before"

@@ -144,7 +144,7 @@ def _tensorboard(path: Path) -> list[Record]:
 
 def _in_order(points: Iterable[tuple[str, float, int, float]]) -> list[Record]:
     """The records of (name, time, step, value). Where a name has a step twice, training was resumed or is another run:
-    then the points are in the order of time, and a step that is below the one before begins anew."""
+    then the points are in the order of time, and a step that is below the one before begins another part."""
     found = list(points)
     repeats = len({(name, step) for name, _, step, _ in found}) < len(found)
     rows: dict[tuple[int, int], dict[str, float]] = defaultdict(dict)
