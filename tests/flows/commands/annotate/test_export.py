@@ -151,7 +151,7 @@ def test_only_an_earlier_export_is_replaced(make_store: Make, tmp_path: Path, co
     export(store, path)
     choose(store, "anna", task(1), 0, 1)
     assert len(exported(store, path)) == 2
-    other = make_store([task(0)], "other")
+    other = make_store([task(0), task(1)], "other")
     choose(other, "ben", task(0), 0, 1)
     with pytest.raises(UserError, match="is no export of this session"):
         export(other, path)
