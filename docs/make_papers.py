@@ -141,14 +141,20 @@ def last(rows: pd.DataFrame) -> float:
     return float(rows.gain.iloc[int(rows.d.to_numpy().argmax())])
 
 
+def reward_models(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the millions of weights and the number of pairs of a case, such as 0.2m-3000."""
+    parts = table.case.str.extract(r"(.+)m-(.+)")
+    return table.assign(weights=parts[0].astype(float), pairs=parts[1].astype(int))
+
+
 def gao_table(table: pd.DataFrame) -> str:
-    """A row for each size and number of pairs, without the leash."""
+    """A row for each size and number of pairs."""
     cells = [["weights", "pairs", "accuracy", "best of n: highest gain", "at √KL", "PPO: highest gain", "at √KL",
               "PPO: gain at the end", "√KL"]]  # fmt: skip
-    for (size, pairs), rows in table.groupby(["base", "max_pairs"], sort=False):
+    for (weights, pairs), rows in reward_models(table).groupby(["weights", "pairs"]):
         bon, ppo = (rows[rows.family == family] for family in FAMILIES)
         cells.append([
-            str(size).removeprefix("weights-"), f"{pairs}", cell(by_seed(rows, lambda r: r.accuracy.iloc[0])),
+            f"{weights:g} million", f"{pairs:,}", cell(by_seed(rows, lambda r: r.accuracy.iloc[0])),
             cell(by_seed(bon, peak)), cell(by_seed(bon, peak_place)),
             cell(by_seed(ppo, peak)), cell(by_seed(ppo, peak_place)),
             cell(by_seed(ppo, last)), cell(by_seed(ppo, lambda r: r.d.max()), ".1f"),
@@ -156,23 +162,18 @@ def gao_table(table: pd.DataFrame) -> str:
     return markdown(cells)
 
 
-def weights_of(base: str) -> float:
-    """Millions of weights in the name of a body: weights-0.2m → 0.2."""
-    return float(base.removeprefix("weights-").removesuffix("m"))
-
-
 def gao_slopes(table: pd.DataFrame) -> str:
-    """How α and β of the two forms change with ten times the weights or the pairs: least squares over the sixteen
-    reward models of a seed, then the mean of the seeds."""
+    """How α and β of the two forms change with ten times the weights or the pairs: least squares over the reward models
+    of a seed, then the mean of the seeds."""
     cells = [["", "mean", "per ten times the weights", "per ten times the pairs"]]
     for family, rl in FAMILIES.items():
         per_seed: dict[str, list[Sequence[float]]] = {"α": [], "β": []}
-        for _, rows in table[table.family == family].groupby("seed"):
-            models = [
-                ((str(base), int(str(pairs))), part) for (base, pairs), part in rows.groupby(["base", "max_pairs"])
-            ]
-            found = np.array([fit(part.d, part.gain, rl) for _, part in models])
-            x = np.array([[1.0, math.log10(weights_of(base)), math.log10(pairs) - 3] for (base, pairs), _ in models])
+        for _, rows in reward_models(table[table.family == family]).groupby("seed"):
+            models = [part for _, part in rows.groupby("case")]
+            found = np.array([fit(part.d, part.gain, rl) for part in models])
+            x = np.array([
+                [1.0, math.log10(part.weights.iloc[0]), math.log10(part.pairs.iloc[0] / 1000)] for part in models
+            ])  # fmt: skip
             for name, column in zip(per_seed, found.T, strict=True):
                 per_seed[name].append([fmean(column), *np.linalg.lstsq(x, column, rcond=None)[0][1:]])
         label = "PPO" if rl else "best of n"
@@ -198,26 +199,28 @@ def draw_points(axes: Any, rows: pd.DataFrame, mark: str, name: str, **style: An
 
 
 def gao_picture(table: pd.DataFrame) -> bytes:
-    """Gain over √KL: a panel for each number of pairs, a line for each size, means of the seeds; the optimum is that of
-    the largest reward model."""
-    numbers, sizes = sorted(table.max_pairs.unique()), sorted(table.base.unique(), key=weights_of)
+    """Gain over √KL, means of the seeds: a panel with all sizes at 3,000 pairs, and one with all numbers of pairs at a
+    million weights. The optimum is that of the reward model with most."""
+    table = reward_models(table)
     with styled():
         figure, panels = canvas("Gold score less SFT's over √KL: PPO without a leash, best of n dashed", columns=2,
-                                panels=(1, 1), width=8.6, height=6.4)  # fmt: skip
-        for place, (axes, pairs) in enumerate(zip(panels, numbers, strict=True)):
-            for rank, size in enumerate(sizes):
-                rows = table[(table.max_pairs == pairs) & (table.base == size)]
-                colour: Any = (0.09, 0.41, 0.78, 0.3 + 0.7 * rank / (len(sizes) - 1))
+                                panels=(1,), width=8.6, height=4.4)  # fmt: skip
+        for axes, fixed, value, title, varied in zip(
+            panels, ("pairs", "weights"), (3000, 1), ("3,000 pairs, million weights:", "A million weights, pairs:"),
+            ("weights", "pairs"), strict=True,
+        ):  # fmt: skip
+            part = table[table[fixed] == value]
+            groups = list(part.groupby(varied))
+            for rank, (size, rows) in enumerate(groups):
+                colour: Any = (0.09, 0.41, 0.78, 0.3 + 0.7 * rank / max(1, len(groups) - 1))
                 for family, style in (("ppo", "-"), ("best_of_n", "--")):
                     means = rows[rows.family == family].groupby("point")[["d", "gain"]].mean().sort_values("d")
-                    name = f"{size.removeprefix('weights-').upper()} weights" if family == "ppo" else None
-                    axes.plot(means.d, means.gain, style, color=colour, label=name)
-            draw_optimum(axes, table[(table.max_pairs == pairs) & (table.base == sizes[-1])], "gain")
-            axes.axhline(0, color="#77828f", linewidth=0.8)
-            axes.set_ylim(-3, 3)
-            axes.set_title(f"{pairs:,} pairs".replace(",", " "), fontsize=10, loc="left")
-            label_axes(axes, "gold less SFT's" if place % 2 == 0 else "", "√KL" if place > 1 else "")
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4)
+                    axes.plot(means.d, means.gain, style, color=colour, label=f"{size:,}" if style == "-" else None)
+            draw_optimum(axes, groups[-1][1], "gain")
+            axes.axhline(0, color=MUTED, linewidth=0.8)
+            axes.set_title(title, fontsize=10, loc="left")
+            axes.legend(fontsize=8)
+            label_axes(axes, "gold less SFT's" if fixed == "pairs" else "", "√KL")
         return png(figure)
 
 
@@ -243,29 +246,35 @@ def ensembles_table(table: pd.DataFrame) -> str:
 # Xu et al. 2024
 
 
+CHANGES = {"large": "512 answers a step", "normalised": "normalised advantages", "moving": "moving reference"}
+"""Parts of a case's name, which change PPO."""
+
+
 def xu_table(table: pd.DataFrame) -> str:
     """A row for each setting, and DPO."""
-    cells = [["batch", "advantages normalised", "moving reference", "gold", "KL", "less DPO"]]
+    cells = [["answers a step", "advantages normalised", "moving reference", "gold", "KL, nats", "less DPO"]]
     dpo = by_seed(table, lambda rows: float(rows[rows.family == "dpo"].gold.iloc[0]))
-    for (case, whiten, ema), rows in table.groupby(["case", "whiten_advantages", "reference_ema"], sort=False):
-        last_steps = method_rows(rows, "ppo").sort_values("seed")
-        differences = [mine - other for mine, other in zip(last_steps.gold, dpo, strict=True)]
-        yes = {"true": "yes", "false": "no"}[str(whiten).lower()]
-        cells.append([str(case), yes, "no" if ema == "null" else str(ema), cell(last_steps.gold), cell(last_steps.kl),
-                      cell(differences, "+.2f")])  # fmt: skip
-    return markdown([*cells, ["DPO", "", "", cell(dpo), "", ""]])
+    for case, rows in table.groupby("case", sort=False):
+        found, parts = method_rows(rows, "ppo").sort_values("seed"), str(case).split("-")
+        less = [mine - other for mine, other in zip(found.gold, dpo, strict=True)]
+        settings = [
+            "512" if "large" in parts else "64",
+            *("yes" if name in parts else "no" for name in list(CHANGES)[1:]),
+        ]
+        cells.append([*settings, cell(found.gold), cell(found.kl), cell(less, "+.2f")])
+    of_dpo = table[(table.family == "dpo") & (table.case == table.case.iloc[0])]
+    return markdown([*cells, ["DPO", "", "", cell(dpo), cell(of_dpo.kl), ""]])
 
 
 def xu_effects(table: pd.DataFrame) -> str:
-    """What each of the three changes, as the mean of the paired differences over the settings of the other two."""
-    cells = [["switched on", "gold"]]
-    factors = {"large batch": ("case", "large"), "normalised advantages": ("whiten_advantages", "true"),
-               "moving reference": ("reference_ema", "0.05")}  # fmt: skip
-    last_steps = method_rows(table, "ppo")
-    for name, (column, on) in factors.items():
-        is_on = last_steps[column].astype(str).str.lower() == on
-        with_it, without = (last_steps[side].groupby("seed").gold.mean() for side in (is_on, ~is_on))
-        cells.append([name, cell(with_it - without, "+.2f")])
+    """What each change adds to gold: the mean over the pairs of cases that differ in it alone, paired by seed."""
+    cells = [["change", "gold"]]
+    golds = {str(case): method_rows(rows, "ppo").set_index("seed").gold for case, rows in table.groupby("case")}
+    by_parts = {frozenset(case.replace("small", "").strip("-").split("-")) - {""}: gold for case, gold in golds.items()}
+    for name, label in CHANGES.items():
+        pairs = [gold - by_parts[parts - {name}] for parts, gold in by_parts.items()
+                 if name in parts and parts - {name} in by_parts]  # fmt: skip
+        cells.append([label, cell(pd.concat(pairs, axis=1).mean(axis=1), "+.2f")])
     return markdown(cells)
 
 
@@ -273,15 +282,12 @@ def xu_picture(table: pd.DataFrame) -> bytes:
     """Gold over √KL for each setting and DPO; open marks have no normalised advantages."""
     with styled():
         figure, (axes,) = canvas("Gold score over √KL, three training seeds", width=8.6, height=5.0)
-        last_steps = method_rows(table, "ppo")
-        first = ["case", "whiten_advantages", "reference_ema"]
-        draw_optimum(axes, table.merge(last_steps[first].drop_duplicates().head(1), on=first), "gold")
-        for (case, whiten, ema), rows in last_steps.groupby(["case", "whiten_advantages", "reference_ema"], sort=False):
-            normalised, fixed = str(whiten).lower() == "true", ema == "null"
-            name = f"{case} batch" + (", normalised" if normalised else "") + ("" if fixed else ", moving reference")
-            colour = colour_of("ppo" if fixed else "rloo")
-            draw_points(axes, rows, "o" if case == "large" else "s", name, color=colour,
-                        fillstyle="full" if normalised else "none")  # fmt: skip
+        draw_optimum(axes, table[table.case == table.case.iloc[0]], "gold")
+        for case, rows in method_rows(table, "ppo").groupby("case", sort=False):
+            parts = str(case).split("-")
+            draw_points(axes, rows, "o" if "large" in parts else "s", "PPO, " + ", ".join(parts),
+                        color=colour_of("rloo" if "moving" in parts else "ppo"),
+                        fillstyle="full" if "normalised" in parts else "none")  # fmt: skip
         draw_points(axes, method_rows(table, "dpo"), "D", "DPO", color=colour_of("dpo"))
         label_axes(axes, "gold score", "√KL from SFT, KL in nats per answer")
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", ncols=3)

@@ -46,8 +46,8 @@ def test_the_page_has_a_place_for_each_table_and_those_of_the_studies_that_were_
 def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None:
     """α = 1 + 0.3·log₁₀(millions of weights) + 0.2·log₁₀(pairs / 1000), β = 0.3, for both forms and every seed."""
     rows = []
-    for size, pairs, seed in itertools.product((0.2, 4), (300, 1000, 3000, 10000), (1, 2, 3)):
-        setting = {"base": f"weights-{size}m", "max_pairs": pairs, "seed": seed}
+    for size, pairs, seed in itertools.product((0.2, 1, 4), (300, 1000, 3000, 10000), (1, 2, 3)):
+        setting = {"case": f"{size}m-{pairs}", "seed": seed}
         alpha, start = 1 + 0.3 * math.log10(size) + 0.2 * math.log10(pairs / 1000), 0.5 + seed
         rows.append(point("sft", 0, 0.0, start, **setting))
         for place in range(1, 9):
@@ -63,15 +63,18 @@ def test_the_forms_of_gao_and_their_growth_are_found(papers: ModuleType) -> None
         assert [cell.split()[0].lstrip("−") for cell in line.split("|")[2:5]] == ["0.30", "0.00", "0.00"]
 
 
-def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType) -> None:
-    """Large batch +1, normalised advantages +0.5, a moving reference −0.1, beside a different level of each seed."""
+@pytest.mark.parametrize("moving", [(), ("moving",)])
+def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType, moving: tuple[str, ...]) -> None:
+    """Large batch +1, normalised advantages +0.5, a moving reference −0.1, beside a different level of each seed; with
+    all eight cases, and with four of them."""
     rows = []
-    for case, whiten, ema, seed in itertools.product(("large", "small"), ("true", "false"), ("null", "0.05"), (1, 2)):
-        setting = {"case": case, "whiten_advantages": whiten, "reference_ema": ema, "seed": seed}
-        gold = seed + (case == "large") + 0.5 * (whiten == "true") - 0.1 * (ema != "null")
+    choices = itertools.product(("small", "large"), ("", "normalised"), ("", *moving), (1, 2))
+    for batch, whiten, ema, seed in (*choices, *(("large", "normalised", "moving", seed) for seed in (1, 2))):
+        setting = {"case": "-".join(filter(None, (batch, whiten, ema))), "seed": seed}
+        gold = seed + (batch == "large") + 0.5 * bool(whiten) - 0.1 * bool(ema)
         rows += [point("sft", 0, 0.0, 0.0, **setting), point("ppo", 4, 1.0, 9.0, **setting)]
         rows += [point("ppo", 28, 3.0, gold, **setting), point("dpo", "", 4.0, 1.5, **setting)]
-    table = store(papers, "xu", rows)
+    table = store(papers, "xu", pd.DataFrame(rows).drop_duplicates().to_dict("records"))
     found = [line.split("|")[2].split()[0] for line in papers.xu_effects(table).splitlines()[2:]]
     assert found == ["+1.00", "+0.50", "−0.10"]
     assert "| DPO |  |  | 1.50" in papers.xu_table(table)
