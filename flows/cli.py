@@ -308,7 +308,7 @@ def plan(
 def chat(
     model: Path = Argument(metavar="FOLDER", help="A model folder, such as models/policy."),
     beside: Path | None = Option(None, help="A second model folder, to answer below the first."),
-    temperature: float = Option(1.0, help="Of sampling; 1: the model as PPO trains it, 0: always the likeliest token."),
+    temperature: float = Option(1.0, help="Of sampling; 1: the model as it is, 0: always the likeliest token."),
     max_new_tokens: int = Option(256, min=1, help="Longest answer, tokens."),
     seed: int = Seed(1, help="Equal seeds and messages give equal answers."),
     system: str | None = Option(None, help="A system message for the whole conversation."),
