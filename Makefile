@@ -17,7 +17,8 @@ INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)
 
 run: setup  ## Rebuild the demo: data, models, metrics, report
 	dvc repro
-	@echo; echo "report: report/index.html   models: models/   MLflow's page: leash ui   commit and checks: leash doctor"
+	@echo; echo "report: report/index.html   answers: leash chat models/policy --beside models/sft   one PPO step: leash trace"
+	@echo "MLflow's page: leash ui   commit and checks: leash doctor"
 
 test: setup-dev  ## Run the fast tests: the mathematics, the contract, a tiny whole pipeline
 	python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40 -m "$(TESTS)"

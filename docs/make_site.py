@@ -33,12 +33,14 @@ LARGE = 1_000_000
 """Bytes of a report above which the other models' answers to the samples are left out."""
 OTHERS = re.compile(r'<details class="others">.*?</details>\n?', re.DOTALL)
 SHOWS = {
-    "report": "Is the policy better than SFT, and than the other methods? With intervals, the answers on which proxy "
-    "and gold disagree, the frontier at equal KL, samples to read, and PPO step by step.",
+    "report": "Is the policy better than SFT, and than the other methods? With intervals, the frontier at equal KL, "
+    "samples to read, and PPO step by step.",
     "trace": "One PPO step on one answer: log-probabilities, KL, reward, advantage, ratio and loss of every token.",
     "study": "Several settings and training seeds side by side: means with intervals, and every trial.",
 }
 """By the name of a page: what it shows."""
+DISAGREE = ("disagree-title", " First: the answers on which proxy and gold disagree.")
+"""The mark of a section that not every report has, and what it shows."""
 FIGURES = {"gold_policy": number, "win_rate": percent, "kl_per_sequence": number, "reward_accuracy": percent}
 """Of metrics/summary.json: how the report prints them."""
 SHELL = """<!doctype html>
@@ -144,13 +146,14 @@ def index(site: Path) -> str:
     cards = ["<p>Pages that Leash made. The commit that made a page is on top of it.</p>"]
     for folder in sorted({path.parent for path in site.glob("*/*.html")}):
         pages = sorted(folder.glob("*.html"))
-        found = re.search(r'<meta name="description" content="([^"]*)">', pages[0].read_text(encoding="utf-8"))
+        texts = [page.read_text(encoding="utf-8") for page in pages]
+        found = re.search(r'<meta name="description" content="([^"]*)">', texts[0])
         about = escape(unescape(found[1])) if found else ""
         cards.append(f'<article class="sample"><h2>{folder.name}</h2><p>{about}</p>')
         cards += [
             f'<p><a href="{folder.name}/{page.name}"><strong>{page.stem.capitalize()}</strong></a> '
-            f"({page.stat().st_size / 1e3:.0f} kB). {SHOWS.get(page.stem, '')}</p>"
-            for page in pages
+            f"({page.stat().st_size / 1e3:.0f} kB). {SHOWS.get(page.stem, '')}{DISAGREE[1] * (DISAGREE[0] in text)}</p>"
+            for page, text in zip(pages, texts, strict=True)
         ]
         cards.append("</article>")
     return shell("Leash: what its runs show", "\n".join(cards))

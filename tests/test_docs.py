@@ -86,7 +86,7 @@ def test_the_readme_names_only_files_commands_and_make_targets_that_exist() -> N
     assert commands <= {command.name or command.callback.__name__ for command in app.registered_commands}  # type: ignore[union-attr]
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def anchors(page: Path) -> set[str]:

@@ -75,7 +75,12 @@ def test_pages_name_their_commit_and_the_index_lists_them(maker: ModuleType, pro
     maker.add(project, "demo", about, sources)
     assert before == {path: path.read_bytes() for path in site.rglob("*.html")}
     maker.add(project, "smollm2-chat", "A real model", sources[:1])
-    assert "smollm2-chat/report.html" in (site / "index.html").read_text(encoding="utf-8")
+    index = (site / "index.html").read_text(encoding="utf-8")
+    assert "smollm2-chat/report.html" in index
+    assert index.count("proxy and gold disagree") == 0  # PAGE does not have that section
+    page = site / "demo" / "report.html"
+    page.write_text(page.read_text("utf-8") + f"<h2 id='{maker.DISAGREE[0]}'></h2>", encoding="utf-8")
+    assert maker.index(site).count("proxy and gold disagree") == 1
 
 
 @pytest.mark.parametrize(
