@@ -253,17 +253,16 @@ CHANGES = {"large": "512 answers a step", "normalised": "normalised advantages",
 def xu_table(table: pd.DataFrame) -> str:
     """A row for each setting, and DPO."""
     cells = [["answers a step", "advantages normalised", "moving reference", "gold", "KL, nats", "less DPO"]]
-    dpo = by_seed(table, lambda rows: float(rows[rows.family == "dpo"].gold.iloc[0]))
+    of_dpo = table[table.family == "dpo"].groupby("seed").first()
     for case, rows in table.groupby("case", sort=False):
-        found, parts = method_rows(rows, "ppo").sort_values("seed"), str(case).split("-")
-        less = [mine - other for mine, other in zip(found.gold, dpo, strict=True)]
+        found, parts = method_rows(rows, "ppo").set_index("seed"), str(case).split("-")
         settings = [
             "512" if "large" in parts else "64",
             *("yes" if name in parts else "no" for name in list(CHANGES)[1:]),
         ]
-        cells.append([*settings, cell(found.gold), cell(found.kl), cell(less, "+.2f")])
-    of_dpo = table[(table.family == "dpo") & (table.case == table.case.iloc[0])]
-    return markdown([*cells, ["DPO", "", "", cell(dpo), cell(of_dpo.kl), ""]])
+        cells.append([*settings, cell(found.gold), cell(found.kl),
+                      cell((found.gold - of_dpo.gold).dropna(), "+.2f")])  # fmt: skip
+    return markdown([*cells, ["DPO", "", "", cell(of_dpo.gold), cell(of_dpo.kl), ""]])
 
 
 def xu_effects(table: pd.DataFrame) -> str:
@@ -274,7 +273,7 @@ def xu_effects(table: pd.DataFrame) -> str:
     for name, label in CHANGES.items():
         pairs = [gold - by_parts[parts - {name}] for parts, gold in by_parts.items()
                  if name in parts and parts - {name} in by_parts]  # fmt: skip
-        cells.append([label, cell(pd.concat(pairs, axis=1).mean(axis=1), "+.2f")])
+        cells.append([label, cell(pd.DataFrame(pairs).dropna(axis=1).mean(), "+.2f")])
     return markdown(cells)
 
 
