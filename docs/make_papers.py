@@ -266,14 +266,19 @@ def xu_table(table: pd.DataFrame) -> str:
 
 
 def xu_effects(table: pd.DataFrame) -> str:
-    """What each change adds to gold: the mean over the pairs of cases that differ in it alone, paired by seed."""
-    cells = [["change", "gold"]]
-    golds = {str(case): method_rows(rows, "ppo").set_index("seed").gold for case, rows in table.groupby("case")}
-    by_parts = {frozenset(case.replace("small", "").strip("-").split("-")) - {""}: gold for case, gold in golds.items()}
+    """What each change adds: the mean over the pairs of cases that differ in it alone, paired by seed."""
+    cells = [["change", "gold", "reward", "KL, nats"]]
+    found = {
+        frozenset(str(case).split("-")) - {"small"}: method_rows(rows, "ppo").set_index("seed")
+        for case, rows in table.groupby("case")
+    }
     for name, label in CHANGES.items():
-        pairs = [gold - by_parts[parts - {name}] for parts, gold in by_parts.items()
-                 if name in parts and parts - {name} in by_parts]  # fmt: skip
-        cells.append([label, cell(pd.DataFrame(pairs).dropna(axis=1).mean(), "+.2f")])
+        pairs = [(rows, found[parts - {name}]) for parts, rows in found.items()
+                 if name in parts and parts - {name} in found]  # fmt: skip
+        cells.append([label])
+        for score in ("gold", "reward", "kl"):
+            added = pd.DataFrame([mine[score] - other[score] for mine, other in pairs])
+            cells[-1].append(cell(added.dropna(axis=1).mean(), "+.2f"))
     return markdown(cells)
 
 

@@ -77,6 +77,7 @@ def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType, moving: t
     table = store(papers, "xu", pd.DataFrame(rows).drop_duplicates().to_dict("records"))
     found = [line.split("|")[2].split()[0] for line in papers.xu_effects(table).splitlines()[2:]]
     assert found == ["+1.00", "+0.50", "−0.10"]
+    assert papers.xu_effects(table).splitlines()[-1].endswith("| +0.00 (+0.00 to +0.00) | +0.00 (+0.00 to +0.00) |")
     assert "| DPO |  |  | 1.50" in papers.xu_table(table)
     assert papers.xu_picture(table).startswith(b"\x89PNG")
 

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Pretrained bodies for the reward models of gao.yaml and ensembles.yaml, below data/raw/ and under DVC. Each is an SFT
-# model of the demo, of another size or with another seed; all have the demo's tokenizer. Not run yet.
+# model of the demo, of another size or with another seed; all have the demo's tokenizer.
 #   sh examples/papers/bodies.sh
 #   git add data/raw/*.dvc data/raw/.gitignore && git commit --message "Bodies of the reward models"
 set -e
