@@ -288,7 +288,8 @@ def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     made = Study(home, name, recorded["commit"], call, space)
     made.trials += trials.grid(name, space) if call.search is None else []
     trials.read_params(home, made.commit, made.trials)
+    begun = recorded if recorded["call"] == wanted["call"] else wanted  # with the command that began it
     with atomic(path) as place:
-        place.write_text(json.dumps(wanted | {"commit": made.commit}, indent=2) + "\n", encoding="utf-8")
+        place.write_text(json.dumps(begun | {"commit": made.commit}, indent=2) + "\n", encoding="utf-8")
     print(f"study {name} {'' if recorded is wanted else 'continues '}at commit {made.commit[:12]}", flush=True)
     return made

@@ -53,7 +53,7 @@ def home(toy: Callable[..., Path]) -> Path:
     ("paper", "trials"),
     {
         "gao": 48,
-        "gao-leash": 12,
+        "gao-leash": 6,
         "ensembles": 35,
         "xu": 24,
         "xu-tuning": 3,
@@ -91,7 +91,9 @@ def test_cases_cross_the_grid_and_the_seeds(home: Path, capsys: pytest.CaptureFi
     assert next(iter(tables.by_setting(made.trials))) == "case min, coef 0.05"
 
 
-def test_the_record_keeps_the_file_and_an_equal_one_continues(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_record_keeps_the_file_and_an_equal_one_continues(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the command that began it, too."""
+    monkeypatch.setattr("sys.argv", ["/bin/leash", "study", "study.yaml"])
     name, call = file.read_study(home, home / "study.yaml")
     begun = study.prepare(home, call, name, "HEAD")
     record = json.loads((begun.folder / "study.json").read_text())["call"]
@@ -99,7 +101,9 @@ def test_the_record_keeps_the_file_and_an_equal_one_continues(home: Path, capsys
     assert record["cases"]["min"] == ["reward.members=4", "reward.combine=min"]
     (home / "params.yaml").write_text((home / "params.yaml").read_text().replace("threads: 2", "threads: 4"))
     commit(home)
+    monkeypatch.setattr("sys.argv", ["make_papers.py", "rules"])
     again = study.prepare(home, file.read_study(home, home / "study.yaml")[1], name, "HEAD")
+    assert json.loads((begun.folder / "study.json").read_text())["command"] == "leash study study.yaml"
     assert (again.commit, [trial.params for trial in again.trials]) == (begun.commit, [t.params for t in begun.trials])
     (home / "overlay.yaml").write_text("threads: 3\n")
     with pytest.raises(UserError, match="study rules was begun as"):
