@@ -58,6 +58,8 @@ def export(name: str) -> None:
         setting = {key.rsplit(".", 1)[-1]: value for key, value in trial.setting}
         accuracy = json.loads(files["metrics/reward.json"]).get("heldout_accuracy")
         parts.append(rows.assign(**setting, seed=trial.params["seed"], accuracy=accuracy))
+    if not parts:
+        sys.exit(f"{name}: no trial is finished; run leash study examples/papers/{name}.yaml")
     FOLDER.mkdir(exist_ok=True)
     table = pd.concat(parts)
     table = table[[*(column for column in table if column not in KEPT), *KEPT]]
