@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from flows import isolated  # noqa: E402
 from flows.commands.study.file import read_study  # noqa: E402
 from flows.commands.study.picture import mean_line  # noqa: E402
-from flows.commands.study.study import prepare  # noqa: E402
+from flows.commands.study.study import find  # noqa: E402
 from flows.commands.study.tables import Summary, markdown, summarise, text  # noqa: E402
 from rlhf_core.evaluation.optimum import share_of_optimum  # noqa: E402
 from tasks.page.canvas import MUTED, canvas, colour_of, label_axes, png, styled  # noqa: E402
@@ -43,7 +43,7 @@ def export(name: str) -> None:
     """Write docs/papers/NAME.csv: a row for each point of the frontier of each finished trial. It has the setting and
     seed of the trial and the accuracy of its reward model, too."""
     _, call = read_study(ROOT, ROOT / "examples" / "papers" / f"{name}.yaml")
-    study = prepare(ROOT, call, name, "HEAD")
+    study = find(ROOT, call, name, "HEAD")
     parts = []
     for trial in study.trials:
         found = isolated.find(ROOT, study.commit, trial.name)
@@ -202,7 +202,7 @@ def draw_points(axes: Any, rows: pd.DataFrame, mark: str, name: str, **style: An
 
 def gao_picture(table: pd.DataFrame) -> bytes:
     """Gain over √KL, means of the seeds: a panel with all sizes at 3,000 pairs, and one with all numbers of pairs at a
-    million weights. The optimum is that of the reward model with most."""
+    million weights. The optimum is that of the last line."""
     table = reward_models(table)
     with styled():
         figure, panels = canvas("Gold score less SFT's over √KL: PPO without a leash, best of n dashed", columns=2,
@@ -260,7 +260,7 @@ def xu_table(table: pd.DataFrame) -> str:
         found, parts = method_rows(rows, "ppo").set_index("seed"), str(case).split("-")
         settings = [
             "512" if "large" in parts else "64",
-            *("yes" if name in parts else "no" for name in list(CHANGES)[1:]),
+            *("yes" if name in parts else "no" for name in ("normalised", "moving")),
         ]
         cells.append([*settings, cell(found.gold), cell(found.kl),
                       cell((found.gold - of_dpo.gold).dropna(), "+.2f")])  # fmt: skip

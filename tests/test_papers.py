@@ -73,11 +73,11 @@ def test_the_effects_of_xu_are_paired_and_separate(papers: ModuleType, moving: t
         setting = {"case": "-".join(filter(None, (batch, whiten, ema))), "seed": seed}
         gold = seed + (batch == "large") + 0.5 * bool(whiten) - 0.1 * bool(ema)
         rows += [point("sft", 0, 0.0, 0.0, **setting), point("ppo", 4, 1.0, 9.0, **setting)]
-        rows += [point("ppo", 28, 3.0, gold, **setting), point("dpo", "", 4.0, 1.5, **setting)]
+        rows += [point("ppo", 28, 3.0 + 2 * bool(ema), gold, **setting), point("dpo", "", 4.0, 1.5, **setting)]
     table = store(papers, "xu", pd.DataFrame(rows).drop_duplicates().to_dict("records"))
     found = [line.split("|")[2].split()[0] for line in papers.xu_effects(table).splitlines()[2:]]
     assert found == ["+1.00", "+0.50", "−0.10"]
-    assert papers.xu_effects(table).splitlines()[-1].endswith("| +0.00 (+0.00 to +0.00) | +0.00 (+0.00 to +0.00) |")
+    assert papers.xu_effects(table).splitlines()[-1].endswith("| +0.00 (+0.00 to +0.00) | +2.00 (+2.00 to +2.00) |")
     assert "| DPO |  |  | 1.50" in papers.xu_table(table)
     assert papers.xu_picture(table).startswith(b"\x89PNG")
 

@@ -76,7 +76,7 @@ TRL_GROUPS = Library(
 
 TRL_PPO = Library(
     name="TRL PPO (trl.experimental.ppo)",
-    version="0.29.0",
+    version="0.29.0 and 1.12",
     marks=("policy/clipfrac_avg", "objective/scores"),
     figures={
         "reward_raw": Figure(("objective/scores",), "after missing_eos_penalty"),

@@ -260,7 +260,20 @@ def study(
 
 
 def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
-    """A new study, or the one of this name with its commit. Raises UserError as `study`."""
+    """`find`, written down with the command that runs it. Raises UserError as `study`."""
+    made = find(home, call, name, revision)
+    path = made.folder / CALL
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    continues = "continues " if path.is_file() else ""
+    with atomic(path) as place:
+        record = {"commit": made.commit, "call": asdict(call), "command": command}
+        place.write_text(json.dumps(record, indent=2, default=str) + "\n", encoding="utf-8")
+    print(f"study {made.name} {continues}at commit {made.commit[:12]}", flush=True)
+    return made
+
+
+def find(home: Path, call: Call, name: str | None, revision: str) -> Study:
+    """A new study, or the one of this name with its commit; writes nothing. Raises UserError as `study`."""
     space = trials.read_space(call.overrides, call.methods, call.cases)
     for expression in filter(None, (call.objective, call.constraint)):
         expressions.check(expression)
@@ -269,8 +282,7 @@ def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     commit = workspace.resolve(home, revision)
     name = as_name(name) if name else trials.default_name(space, commit)
     path = home / STUDIES / name / CALL
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    wanted = {"commit": commit, "call": json.loads(json.dumps(asdict(call), default=str)), "command": command}
+    wanted = {"commit": commit, "call": json.loads(json.dumps(asdict(call), default=str))}
     recorded = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else wanted
     if (
         recorded is wanted
@@ -288,8 +300,4 @@ def prepare(home: Path, call: Call, name: str | None, revision: str) -> Study:
     made = Study(home, name, recorded["commit"], call, space)
     made.trials += trials.grid(name, space) if call.search is None else []
     trials.read_params(home, made.commit, made.trials)
-    begun = recorded if recorded["call"] == wanted["call"] else wanted  # with the command that began it
-    with atomic(path) as place:
-        place.write_text(json.dumps(begun | {"commit": made.commit}, indent=2) + "\n", encoding="utf-8")
-    print(f"study {name} {'' if recorded is wanted else 'continues '}at commit {made.commit[:12]}", flush=True)
     return made

@@ -92,7 +92,7 @@ def test_cases_cross_the_grid_and_the_seeds(home: Path, capsys: pytest.CaptureFi
 
 
 def test_the_record_keeps_the_file_and_an_equal_one_continues(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps the command that began it, too."""
+    """`find`, which docs/make_papers.py uses, leaves the record as it is."""
     monkeypatch.setattr("sys.argv", ["/bin/leash", "study", "study.yaml"])
     name, call = file.read_study(home, home / "study.yaml")
     begun = study.prepare(home, call, name, "HEAD")
@@ -102,8 +102,9 @@ def test_the_record_keeps_the_file_and_an_equal_one_continues(home: Path, monkey
     (home / "params.yaml").write_text((home / "params.yaml").read_text().replace("threads: 2", "threads: 4"))
     commit(home)
     monkeypatch.setattr("sys.argv", ["make_papers.py", "rules"])
-    again = study.prepare(home, file.read_study(home, home / "study.yaml")[1], name, "HEAD")
+    study.find(home, file.read_study(home, home / "study.yaml")[1], name, "HEAD")
     assert json.loads((begun.folder / "study.json").read_text())["command"] == "leash study study.yaml"
+    again = study.prepare(home, file.read_study(home, home / "study.yaml")[1], name, "HEAD")
     assert (again.commit, [trial.params for trial in again.trials]) == (begun.commit, [t.params for t in begun.trials])
     (home / "overlay.yaml").write_text("threads: 3\n")
     with pytest.raises(UserError, match="study rules was begun as"):
