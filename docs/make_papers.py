@@ -174,7 +174,7 @@ def gao_slopes(table: pd.DataFrame) -> str:
             models = [part for _, part in rows.groupby("case")]
             found = np.array([fit(part.d, part.gain, rl) for part in models])
             x = np.array([
-                [1.0, math.log10(part.weights.iloc[0]), math.log10(part.pairs.iloc[0] / 1000)] for part in models
+                [1.0, math.log10(part.weights.iloc[0]), math.log10(part.pairs.iloc[0])] for part in models
             ])  # fmt: skip
             for name, column in zip(per_seed, found.T, strict=True):
                 per_seed[name].append([fmean(column), *np.linalg.lstsq(x, column, rcond=None)[0][1:]])
