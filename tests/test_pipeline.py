@@ -20,6 +20,7 @@ from rlhf_core.determinism import OURS, WORKSPACE
 from tasks import summary
 from tasks.params.methods import BY_NAME, VARIANTS
 from tasks.tracking.exporter import export
+from tests import warm
 
 if TYPE_CHECKING:
     from tests.conftest import Ended, Project, TinyRun
@@ -335,8 +336,9 @@ def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_m
 
 @pytest.mark.slow
 def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
-    """Another folder, hash seed, time zone, locale and user: the same bytes."""
-    ran = project.repro(PYTHONHASHSEED="42", TZ="America/Lima", LC_ALL="C", USER="nobody")
+    """Another folder, hash seed, time zone, locale and user, and new interpreters that train: the same bytes."""
+    other = {"PYTHONHASHSEED": "42", "TZ": "America/Lima", "LC_ALL": "C", "USER": "nobody"}
+    ran = project.repro(**other, **{warm.ANEW: "sft reward ppo evaluate"})
     assert ran == STAGES
     assert (project.root / "dvc.lock").read_text() == (first.root / "dvc.lock").read_text()
     assert project.outputs() == first.outputs()

@@ -2,9 +2,9 @@
 imported torch and transformers, but none of Leash's code, where they would import them for seconds each time.
 
 What starts is a process as always: a child of the one that starts it, with its arguments, environment, folder, session,
-process group and files, and with the code of the folder that it starts in. A new interpreter starts where a variable
-that the interpreter or a library reads only once differs, and where PYTHONPATH holds a `sitecustomize.py`: so do the
-tests of kills, and the second clone whose bytes are compared with those of the tiny run.
+process group and files, and with the code of the folder that it starts in; it runs a `sitecustomize.py` of PYTHONPATH.
+Where variables that the interpreter or a library reads only once differ, it is another source; a new interpreter starts
+for the fourth source, and for the stages that LEASH_TEST_ANEW names.
 """
 
 import atexit
@@ -27,12 +27,15 @@ from pathlib import Path
 from typing import Any
 
 IMPORTED = (
-    "accelerate", "datasets", "dvc.cli", "dvc.commands.repro", "dvc.repo", "jaxtyping", "numpy", "pandas",
+    "accelerate", "datasets", "dvc.cli", "dvc.commands.repro", "dvc.repo", "jaxtyping", "jinja2",
+    "matplotlib.backends.backend_agg", "matplotlib.figure", "numpy", "pandas",
     "pandera.pandas", "peft", "psutil", "pyarrow.parquet", "pydantic", "ruamel.yaml", "safetensors.torch",
     "scipy.stats", "tokenizers", "torch", "transformers.trainer", "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 )  # fmt: skip
-READ_ONCE = ("PYTHON", "LC_", "LANG", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "CUDA_", "TORCH", "LD_")
+READ_ONCE = (
+    "PYTHON", "LC_", "LANG", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "MPL", "CUDA_", "TORCH", "LD_"
+)  # fmt: skip
 """Beginnings of the names of such variables. (Libraries that read others at their import are not in IMPORTED.)"""
 MODULES = {
     "dvc": True, "flows.cli": True, "tasks": False, "tests.rlhf_core.ppo.several_processes": False,
@@ -42,10 +45,11 @@ MODULES = {
 COMMAND = re.compile(r"python -m tasks \w+")
 """A stage's command, which DVC gives to a shell."""
 RECORD = "LEASH_TEST_RECORD"
-"""The variable with the folder for what `record` notes. A fork runs it itself, without a sitecustomize.py."""
+"""The variable with the folder for what `record` notes."""
 ANEW = "LEASH_TEST_ANEW"
-"""With RECORD: the stages that start in new interpreters all the same, to show what they import themselves."""
-PR_SET_CHILD_SUBREAPER = 36
+"""The variable with the stages that start in new interpreters all the same, for example to show what they import."""
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
+HOOK = "sitecustomize.py"
 LIMIT = 200_000
 """Bytes of a request."""
 
@@ -76,7 +80,9 @@ class Source:
         return int(answer) if answer else None
 
 
-_source: Source | None = None
+_sources: list[Source] = []
+MOST_SOURCES = 3
+"""Of a process: each takes some hundred megabytes."""
 
 
 def make_source(constant: dict[str, str]) -> Source:
@@ -94,13 +100,14 @@ class Popen(subprocess.Popen[str]):
 
     def _execute_child(self, *positional: Any, **named: Any) -> None:
         """Where it forks, like the method that it replaces."""
-        global _source
         given = _signature.bind(self, *positional, **named).arguments
         pid = None
         if request := _request(given):
             constant = _read_once(request[0]["env"])
-            _source = _source or make_source(constant)
-            pid = _source.start(*request) if constant == _source.constant else None
+            source = next((one for one in _sources if one.constant == constant), None)
+            if source is None and len(_sources) < MOST_SOURCES:
+                _sources.append(source := make_source(constant))
+            pid = source.start(*request) if source is not None else None
         if pid is None:
             _new_interpreter(self, *positional, **named)
             return
@@ -117,7 +124,7 @@ def _request(given: dict[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
         sys.platform != "linux"
         or any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
         or (words := _words(given["args"], env)) is None
-        or (any(Path(folder, "sitecustomize.py").exists() for folder in folders) and not _only_recorded(words, env))
+        or words[-1] in env.get(ANEW, "").split()
     ):
         return None
     request = {
@@ -140,10 +147,6 @@ def _words(command: Any, env: dict[str, str]) -> list[str] | None:
     if len(words) < 3 or words[1] != "-m" or words[2] not in MODULES:
         return None
     return words[2:] if shutil.which(words[0], path=env.get("PATH")) == sys.executable else None
-
-
-def _only_recorded(words: list[str], env: dict[str, str]) -> bool:
-    return RECORD in env and words[-1] not in env.get(ANEW, "").split()
 
 
 def record() -> None:
@@ -205,7 +208,6 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _run(request: dict[str, Any], files: list[int]) -> None:
     """Be the process of the request."""
-    global _source
     if request["session"]:
         os.setsid()
     elif request["group"] >= 0:
@@ -221,7 +223,7 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
             _run(*_serve(its))
             return
         its.close()
-        _source = Source(mine, _read_once(request["env"]))
+        _sources[:] = [Source(mine, _read_once(request["env"]))]
         subprocess.Popen._execute_child = Popen._execute_child  # type: ignore[attr-defined]
     for number, end in enumerate(files):
         os.dup2(end, number)
@@ -236,6 +238,8 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["cwd"])
     sys.path[:2] = [request["cwd"], *request["path"]]  # behind them, what the interpreter has by itself
     sys.argv, sys.orig_argv = ["-m", *words], [sys.executable, "-m", module, *words]
-    if module == "tasks" and RECORD in os.environ:
-        record()
+    ctypes.CDLL(None).prctl(PR_SET_NAME, module.encode(), 0, 0, 0)  # /proc/…/cmdline is that of the source
+    for hook in (Path(folder, HOOK) for folder in request["path"]):
+        if hook.exists():
+            exec(compile(hook.read_text(encoding="utf-8"), str(hook), "exec"), {"__name__": hook.stem})
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]
