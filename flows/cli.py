@@ -150,6 +150,9 @@ def fetch_model(
 @command
 def annotate(
     source: Path | None = Option(None, "--from", metavar="FILE", help="Prompts with answers. None: the last run's."),
+    model: Path | None = Option(
+        None, metavar="FOLDER", help="Sample its answers to training prompts, in place of a file."
+    ),
     answers: int = Option(2, help="2 compares two answers; 4 ranks four."),
     pairs: int = Option(200, min=1, help="How many pairs; a ranking of four answers is six."),
     ask: Ask = Option("random", help="Which first; the last two: where reward models are uncertain."),
@@ -175,12 +178,13 @@ def annotate(
     if export is not None:
         command.export_labels(root, name, export.expanduser())
         return
-    if ask != "random":
+    if ask != "random" or model is not None:
         _quiet_models()
-    source, gold, guidelines = (path and path.expanduser().absolute() for path in (source, gold, guidelines))
+    paths = (source, model, gold, guidelines)
+    source, model, gold, guidelines = (path and path.expanduser().absolute() for path in paths)
     rewards = tuple(folder.expanduser().absolute() for folder in reward or [root / "models" / "reward"])
     call = command.Call(
-        source=source, answers=answers, pairs=pairs, ask=ask, rewards=rewards, overlap=overlap, gold=gold,
+        source=source, model=model, answers=answers, pairs=pairs, ask=ask, rewards=rewards, overlap=overlap, gold=gold,
         gold_every=gold_every, guidelines=guidelines, share=share, annotators=tuple(_names(annotators)), port=port,
         name=name, seed=seed,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import getpass
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -41,6 +42,8 @@ class Call:
 
     source: Path | None
     """None: the samples of the last run."""
+    model: Path | None
+    """Its answers are sampled in place of `source`."""
     answers: int
     pairs: int
     ask: Ask
@@ -56,11 +59,18 @@ class Call:
     name: str
     seed: int
 
+    def answers_of(self, root: Path) -> Path:
+        """The file of prompts with answers."""
+        if self.model is not None:
+            return database(root, self.name).with_suffix(".answers.jsonl")
+        return self.source or root / SAMPLES
+
     def settings(self, root: Path) -> dict[str, Any]:
         """The options that a session keeps, under their names on the command line; paths below `root` are relative, so
         that a project that was moved continues."""
         return {
-            "from": _relative(self.source or SAMPLES, root),
+            "from": _relative(self.answers_of(root), root),
+            "model": None if self.model is None else _relative(self.model, root),
             "answers": self.answers,
             "pairs": self.pairs,
             "ask": self.ask,
@@ -82,7 +92,7 @@ def annotate(root: Path, call: Call) -> None:
         where = f"--guidelines {call.guidelines}"
         raise UserError(f"{where}: cannot be read ({error}); give a Markdown file in UTF-8") from None
     path = database(root, call.name)
-    settings, source = call.settings(root), call.source or root / SAMPLES
+    settings, source = call.settings(root), call.answers_of(root)
     with listening(call) as listener, held(path.with_suffix(".lock"), 0.0, f"serves this session ({path})"):
         is_new = not path.is_file()
         if is_new:
@@ -90,10 +100,10 @@ def annotate(root: Path, call: Call) -> None:
             create(path, {**settings, "sha256": _sha256(source)}, tasks)
         with closing(Store(path)) as store:
             for key, value in settings.items():
-                if store.settings[key] != value:
+                if (before := store.settings.get(key)) != value:
                     raise UserError(
-                        f"{path}: this session was started with --{key.replace('_', '-')} "
-                        f"{_shown(store.settings[key])}, not {_shown(value)}; give the same options, or another --name"
+                        f"{path}: this session was started with --{key.replace('_', '-')} {_shown(before)}, not "
+                        f"{_shown(value)}; give the same options, or another --name"
                     )
             found = statistics(store)
             gold = sum(task.right is not None for task in store.tasks.values())
@@ -137,14 +147,19 @@ def database(root: Path, name: str) -> Path:
 
 def choose_tasks(root: Path, call: Call) -> list[Task]:
     """The tasks of a new session in the order in which they are asked, then its gold questions. Raises UserError."""
-    source = call.source or root / SAMPLES
+    source = call.answers_of(root)
+    if call.model is not None:
+        from flows.commands.annotate.sampling import sample_answers  # with torch, which a file does not need
+
+        prompts = math.ceil(call.pairs / math.comb(call.answers, 2))
+        sample_answers(root, call.model, prompts, call.answers, call.seed, source)
     if not source.is_file():
         hint = "run `leash run preferences` first, or name a file with --from" if call.source is None else "see --from"
         raise UserError(f"{source}: not found; {hint}")
-    if call.source is None and source.stat().st_size == 0:
+    if call.source is None and call.model is None and source.stat().st_size == 0:
         raise UserError(
-            f"{source}: empty, because preferences.source: dataset makes no samples; set judge, model or both and "
-            "`leash run preferences`, or name a file with --from"
+            f"{source}: empty, because preferences.source: dataset makes no samples; compare answers of the policy: "
+            "--model models/policy, or name a file with --from"
         )
     candidates = shuffled(read_tasks(source, call.answers), call.seed)
     gold = shuffled(read_gold(call.gold), call.seed) if call.gold is not None else []
@@ -167,6 +182,8 @@ def _annotators(call: Call) -> tuple[str, ...]:
         names = call.annotators or (getpass.getuser(),)
     except (KeyError, OSError):
         raise UserError("this user has no name here; name yourself: --annotators NAME") from None
+    if call.source is not None and call.model is not None:
+        raise UserError("--from and --model: a file or a model gives the answers; leave one of them out")
     if call.answers not in {2, 4}:
         raise UserError(f"--answers {call.answers}: choose 2 to compare or 4 to rank")
     for name in names:

@@ -29,8 +29,9 @@ LOOPBACK = "127.0.0.1"
 def call(tmp_path: Path) -> Call:
     """The options of a session of six pairs."""
     return Call(
-        source=write_questions(tmp_path / "own.jsonl", 6), answers=2, pairs=6, ask="random", rewards=(), overlap=1,
-        gold=None, gold_every=10, guidelines=None, share=False, annotators=("anna",), port=0, name="labels", seed=1,
+        source=write_questions(tmp_path / "own.jsonl", 6), model=None, answers=2, pairs=6, ask="random", rewards=(),
+        overlap=1, gold=None, gold_every=10, guidelines=None, share=False, annotators=("anna",), port=0, name="labels",
+        seed=1,
     )  # fmt: skip
 
 
@@ -60,7 +61,8 @@ def test_empty_samples_name_the_parameter_that_makes_some(tmp_path: Path, call: 
     (tmp_path / SAMPLES).parent.mkdir(parents=True)
     (tmp_path / SAMPLES).touch()
     text = refused(tmp_path, replace(call, source=None))
-    assert "empty, because preferences.source: dataset makes no samples; set judge, model or both" in text
+    assert "empty, because preferences.source: dataset makes no samples" in text
+    assert "--model models/policy" in text
     assert text.endswith("or name a file with --from")
 
 
@@ -240,11 +242,11 @@ def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert CliRunner().invoke(app, ["annotate"]).exit_code == 0
     here = Path.cwd()
     assert calls[0] == Call(
-        here / "own.jsonl", 4, 30, "disagreement", (here / "a", here / "b"), 2, here / "g.jsonl", 5, here / "g.md",
-        True, ("anna", "ben"), 9000, "x", 7,
+        here / "own.jsonl", None, 4, 30, "disagreement", (here / "a", here / "b"), 2, here / "g.jsonl", 5,
+        here / "g.md", True, ("anna", "ben"), 9000, "x", 7,
     )  # fmt: skip
     assert calls[1] == Call(
-        None, 2, 200, "random", (here / "models/reward",), 1, None, 10, None, False, (), 8765, "labels", 1
+        None, None, 2, 200, "random", (here / "models/reward",), 1, None, 10, None, False, (), 8765, "labels", 1
     )
 
 
