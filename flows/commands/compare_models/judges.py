@@ -147,7 +147,7 @@ def _of_folder(
     if len(labels) > 1:
         raise UserError(
             f"{key}: has {len(labels)} outputs ({', '.join(labels)}); write a file *.yaml with judge: {{kind: "
-            "reward_model, model: NAME, label: LABEL} and name that (docs/how-to/compare-models.md)"
+            "reward_model, model: NAME, label: LABEL} and name that (docs/how-to/other-trainers.md)"
         )
     tokenizer, reads = classifier_tokenizer(folder, None, continues, key, trusted)
     scorer = TextScorer(

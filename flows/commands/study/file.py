@@ -40,7 +40,7 @@ def read_study(root: Path, path: Path) -> tuple[str | None, Call]:
     Raises UserError for an unknown key of the file, and for a parameter that it sets twice.
     """
     if not path.is_file():
-        raise UserError(f"{path}: file not found; name a study file (docs/how-to/study.md has one)")
+        raise UserError(f"{path}: file not found; name a study file (docs/how-to/compare-runs.md has one)")
     study = parse(_File, read_written(path), file=path)
     if empty := [key for key, value in study.set.items() if value == []]:
         raise UserError(f"{path}: set.{empty[0]}: no value to try; name one (a parameter that is an empty list: [[]])")

@@ -132,7 +132,9 @@ def read_space(
             raise UserError(f"-S {text}: {one.name} is given twice; write NAME=A,B for several values")
         known.add(one.name)
         if one.name == CASE:
-            raise UserError(f"-S {text}: cases are written into a study file, as `cases:` (docs/how-to/study.md)")
+            raise UserError(
+                f"-S {text}: cases are written into a study file, as `cases:` (docs/how-to/compare-runs.md)"
+            )
         if one.name == SEED:
             if not one.values or not all(value.isdecimal() for value in one.values):
                 raise UserError(f"-S {text}: seeds are whole numbers from 0; write {SEED}=1,2,3 or {SEED}=range(1,4)")

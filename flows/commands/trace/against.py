@@ -1,5 +1,5 @@
 """`leash trace --against`: the terms of one PPO step of another trainer beside ours, in the order of computation. The
-step is an .npz file; docs/how-to/trace.md lists its arrays and settings."""
+step is an .npz file; docs/how-to/other-trainers.md lists its arrays and settings."""
 
 import json
 import math
@@ -117,7 +117,7 @@ def read_step(path: Path) -> Step:
         with np.load(path, allow_pickle=False) as file:
             found = {name: file[name] for name in file.files}
     except FileNotFoundError:
-        raise UserError(f"{path}: file not found; write it as docs/how-to/trace.md shows") from None
+        raise UserError(f"{path}: file not found; write it as docs/how-to/other-trainers.md shows") from None
     except Exception as error:  # of a dozen kinds, for a file that is damaged, encrypted or of another format
         raise UserError(f"{path}: no .npz file of plain arrays ({' '.join(str(error).split())})") from None
     terms = [name for name in TERMS if name not in UPDATE]
@@ -128,7 +128,7 @@ def read_step(path: Path) -> Step:
     logits = bool(found.keys() & {*WITH_LOGITS, "entropy", "logits_grad_norm"})
     needed = ["settings", *REQUIRED, *(UPDATE if update or logits else ()), *(WITH_LOGITS if logits else ())]
     if missing := [name for name in needed if name not in found]:
-        raise UserError(f"{path}: missing: {', '.join(missing)}; see docs/how-to/trace.md")
+        raise UserError(f"{path}: missing: {', '.join(missing)}; see docs/how-to/other-trainers.md")
     if not found.keys() & set(terms):
         raise UserError(f"{path}: no term to compare; add at least one of {', '.join(terms)}")
     try:
@@ -139,7 +139,7 @@ def read_step(path: Path) -> Step:
         raise UserError(f"{path}: settings: expected a JSON object of names and values")
     used = [*ROLLOUT_SETTINGS, *(UPDATE_SETTINGS if "logprobs" in found else ())]
     if lacking := [name for name in used if name not in content]:
-        raise UserError(f"{path}: settings: missing: {', '.join(lacking)}; see docs/how-to/trace.md")
+        raise UserError(f"{path}: settings: missing: {', '.join(lacking)}; see docs/how-to/other-trainers.md")
     settings = parse(Settings, content, "settings", path)
     if settings.entropy_coef and "total_loss" in found and "logits" not in found:
         raise UserError(f"{path}: logits: missing; the entropy bonus (entropy_coef) of total_loss is made of them")
