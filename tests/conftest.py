@@ -41,7 +41,7 @@ if getattr(sys, "orig_argv", [])[-3:-1] == ["-m", "tasks"]:
     sys.path.pop()
     warm.record()
 """
-"""A sitecustomize.py for stages in new interpreters."""
+"""A sitecustomize.py that records what each stage's process loads and opens."""
 LIGHT = ("check", "ingest", "report", "hybrid", "reinforce", "grpo")
 """Stages that only read files, or that the tiny run switches off: they must load no heavy library."""
 

@@ -235,6 +235,6 @@ def test_an_edit_makes_stale_what_it_concerns(finished: "Project") -> None:
 
     harmless = [file for file, stale in STALE_AFTER.items() if not stale]
     assert len(harmless) > 4
-    assert stale_after(*harmless) == set()
+    assert stale_after(*harmless) == set(), {file: stale_after(file) for file in harmless}
     for file, stale in STALE_AFTER.items():
         assert file in harmless or stale_after(file) == stale, file

@@ -336,7 +336,7 @@ def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_m
 
 @pytest.mark.slow
 def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
-    """Another folder, hash seed, time zone, locale and user, and new interpreters that train: the same bytes."""
+    """Another folder, hash seed, time zone, locale and user, new interpreters for four stages: the same bytes."""
     other = {"PYTHONHASHSEED": "42", "TZ": "America/Lima", "LC_ALL": "C", "USER": "nobody"}
     ran = project.repro(**other, **{warm.ANEW: "sft reward ppo evaluate"})
     assert ran == STAGES

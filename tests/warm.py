@@ -3,8 +3,8 @@ imported torch and transformers, but none of Leash's code, where they would impo
 
 What starts is a process as always: a child of the one that starts it, with its arguments, environment, folder, session,
 process group and files, and with the code of the folder that it starts in; it runs a `sitecustomize.py` of PYTHONPATH.
-Where variables that the interpreter or a library reads only once differ, it is another source; a new interpreter starts
-for the fourth source, and for the stages that LEASH_TEST_ANEW names.
+Variables that the interpreter or a library reads only once select the source; a process has at most three. A new
+interpreter starts for further ones, and for the stages that LEASH_TEST_ANEW names.
 """
 
 import atexit
@@ -63,26 +63,25 @@ class Source:
 
     def __init__(self, connection: socket.socket, constant: dict[str, str]) -> None:
         self.connection, self.constant = connection, constant
-        self.lock = threading.Lock()
 
     def start(self, request: dict[str, Any], files: list[int]) -> int | None:
         """The number of a new child of this process; None where the source has ended."""
         prctl = ctypes.CDLL(None).prctl
-        with self.lock:
-            prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # we inherit the child of a process that ends at once
-            try:
-                socket.send_fds(self.connection, [json.dumps(request).encode()], files)
-                answer = self.connection.recv(64)
-            except OSError:
-                return None
-            finally:
-                prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # we inherit the child of a process that ends at once
+        try:
+            socket.send_fds(self.connection, [json.dumps(request).encode()], files)
+            answer = self.connection.recv(64)
+        except OSError:
+            return None
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
         return int(answer) if answer else None
 
 
 _sources: list[Source] = []
+_lock = threading.Lock()
 MOST_SOURCES = 3
-"""Of a process: each takes some hundred megabytes."""
+"""Of a process: each takes several hundred megabytes."""
 
 
 def make_source(constant: dict[str, str]) -> Source:
@@ -104,10 +103,11 @@ class Popen(subprocess.Popen[str]):
         pid = None
         if request := _request(given):
             constant = _read_once(request[0]["env"])
-            source = next((one for one in _sources if one.constant == constant), None)
-            if source is None and len(_sources) < MOST_SOURCES:
-                _sources.append(source := make_source(constant))
-            pid = source.start(*request) if source is not None else None
+            with _lock:  # whether we inherit is a setting of the process
+                source = next((one for one in _sources if one.constant == constant), None)
+                if source is None and len(_sources) < MOST_SOURCES:
+                    _sources.append(source := make_source(constant))
+                pid = source.start(*request) if source is not None else None
         if pid is None:
             _new_interpreter(self, *positional, **named)
             return
@@ -124,7 +124,7 @@ def _request(given: dict[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
         sys.platform != "linux"
         or any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
         or (words := _words(given["args"], env)) is None
-        or words[-1] in env.get(ANEW, "").split()
+        or (words[0] == "tasks" and words[-1] in env.get(ANEW, "").split())
     ):
         return None
     request = {
@@ -239,7 +239,7 @@ def _run(request: dict[str, Any], files: list[int]) -> None:
     sys.path[:2] = [request["cwd"], *request["path"]]  # behind them, what the interpreter has by itself
     sys.argv, sys.orig_argv = ["-m", *words], [sys.executable, "-m", module, *words]
     ctypes.CDLL(None).prctl(PR_SET_NAME, module.encode(), 0, 0, 0)  # /proc/…/cmdline is that of the source
-    for hook in (Path(folder, HOOK) for folder in request["path"]):
-        if hook.exists():
-            exec(compile(hook.read_text(encoding="utf-8"), str(hook), "exec"), {"__name__": hook.stem})
+    hooks = (Path(folder, HOOK) for folder in request["path"])
+    if hook := next((path for path in hooks if path.is_file()), None):
+        exec(compile(hook.read_text(encoding="utf-8"), str(hook), "exec"), {"__name__": hook.stem})
     runpy._run_module_as_main(module)  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from flows.commands.annotate.tasks import (
     most_uncertain,
     read_gold,
     read_tasks,
+    require_reward_models,
     shuffled,
 )
 from rlhf_core.errors import UserError
@@ -32,6 +33,8 @@ from rlhf_core.locks import held
 from tasks.datasets.sources.example import RAW
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,60}")
+TO_CHOOSE_FROM = 4
+"""Times the answers that are needed, where reward models choose among a model's answers."""
 LONGEST_NAME = 40
 """Characters of an annotator's name."""
 
@@ -69,8 +72,8 @@ class Call:
         """The options that a session keeps, under their names on the command line; paths below `root` are relative, so
         that a project that was moved continues."""
         return {
-            "from": _relative(self.answers_of(root), root),
             "model": None if self.model is None else _relative(self.model, root),
+            "from": _relative(self.answers_of(root), root),
             "answers": self.answers,
             "pairs": self.pairs,
             "ask": self.ask,
@@ -96,8 +99,9 @@ def annotate(root: Path, call: Call) -> None:
     with listening(call) as listener, held(path.with_suffix(".lock"), 0.0, f"serves this session ({path})"):
         is_new = not path.is_file()
         if is_new:
+            weights = _weights(call.model)  # those that answer, if a run replaces them meanwhile
             tasks = choose_tasks(root, call)  # first: it refuses a source that is missing
-            create(path, {**settings, "sha256": _sha256(source)}, tasks)
+            create(path, {**settings, "sha256": _sha256(source), "weights": weights}, tasks)
         with closing(Store(path)) as store:
             for key, value in settings.items():
                 if (before := store.settings.get(key)) != value:
@@ -115,6 +119,9 @@ def annotate(root: Path, call: Call) -> None:
             if source.is_file() and _sha256(source) != store.settings["sha256"]:
                 changed = f"note: {settings['from']} has changed since"
                 print(f"{changed}; the tasks are still the old ones (--name NEW takes the new)")
+            if call.model is not None and _weights(call.model) != store.settings["weights"]:
+                changed = f"note: {settings['model']} has changed since"
+                print(f"{changed}; the answers are still the old ones (--name NEW --seed {call.seed + 1} samples new)")
             _serve(store, call, names, guidelines, listener)
             print(f"\n{render(statistics(store))}\nexport: leash annotate --export labels.jsonl{_option(call.name)}")
 
@@ -148,11 +155,14 @@ def database(root: Path, name: str) -> Path:
 def choose_tasks(root: Path, call: Call) -> list[Task]:
     """The tasks of a new session in the order in which they are asked, then its gold questions. Raises UserError."""
     source = call.answers_of(root)
+    gold = shuffled(read_gold(call.gold), call.seed) if call.gold is not None else []
+    require_reward_models(call.ask, call.rewards)
     if call.model is not None:
         from flows.commands.annotate.sampling import sample_answers  # with torch, which a file does not need
 
         prompts = math.ceil(call.pairs / math.comb(call.answers, 2))
-        sample_answers(root, call.model, prompts, call.answers, call.seed, source)
+        spare = 1 if call.ask == "random" else TO_CHOOSE_FROM
+        sample_answers(root, call.model, prompts * spare, call.answers, call.seed, source)
     if not source.is_file():
         hint = "run `leash run preferences` first, or name a file with --from" if call.source is None else "see --from"
         raise UserError(f"{source}: not found; {hint}")
@@ -162,8 +172,10 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
             "--model models/policy, or name a file with --from"
         )
     candidates = shuffled(read_tasks(source, call.answers), call.seed)
-    gold = shuffled(read_gold(call.gold), call.seed) if call.gold is not None else []
-    return first_tasks(most_uncertain(candidates, call.ask, call.rewards, root), call.pairs) + gold
+    tasks = first_tasks(most_uncertain(candidates, call.ask, call.rewards, root), call.pairs)
+    if (found := sum(len(task.pairs) for task in tasks)) < call.pairs and call.model is not None:
+        print(f"note: {found:,} pairs in place of {call.pairs:,}: too few prompts fit, or answers are equal or empty")
+    return tasks + gold
 
 
 def listening(call: Call) -> socket.socket:
@@ -231,6 +243,13 @@ def _serve(store: Store, call: Call, names: tuple[str, ...], guidelines: str | N
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights(folder: Path | None) -> str | None:
+    """A hash of a model's weights; None without a model."""
+    if folder is None:
+        return None
+    return " ".join(_sha256(path)[:16] for path in sorted(folder.glob("*.safetensors")))
 
 
 def _relative(path: Path, root: Path) -> str:

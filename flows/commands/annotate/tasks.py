@@ -141,9 +141,7 @@ def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], roo
         return list(tasks)
     from rlhf_core.models.ensemble import member_folders  # with torch, which random order does not need
 
-    for folder in folders:
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: no reward model here; run `leash run reward`, or name one with --reward")
+    require_reward_models(ask, folders)
     folders = [member for folder in folders for member in member_folders(folder)]
     if ask == "disagreement" and len(folders) < 2:
         raise UserError(
@@ -154,6 +152,13 @@ def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], roo
     precision: Precision = "bfloat16" if params.get("precision") == "bfloat16" else "float32"
     scores = [score_tasks(tasks, folder, trusted, precision) for folder in folders]
     return [tasks[place] for place in ask_order(ask, scores)]
+
+
+def require_reward_models(ask: Ask, folders: Sequence[Path]) -> None:
+    """Raise UserError where `ask` needs reward models and a folder has none."""
+    for folder in folders if ask != "random" else ():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder}: no reward model here; run `leash run reward`, or name one with --reward")
 
 
 def ask_order(ask: Ask, scores: Scores) -> list[int]:

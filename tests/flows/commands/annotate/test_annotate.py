@@ -240,6 +240,7 @@ def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     assert CliRunner().invoke(app, words.split()).exit_code == 0
     assert CliRunner().invoke(app, ["annotate"]).exit_code == 0
+    assert CliRunner().invoke(app, ["annotate", "--model", "models/policy"]).exit_code == 0
     here = Path.cwd()
     assert calls[0] == Call(
         here / "own.jsonl", None, 4, 30, "disagreement", (here / "a", here / "b"), 2, here / "g.jsonl", 5,
@@ -248,6 +249,7 @@ def test_options_of_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert calls[1] == Call(
         None, None, 2, 200, "random", (here / "models/reward",), 1, None, 10, None, False, (), 8765, "labels", 1
     )
+    assert calls[2] == replace(calls[1], model=here / "models/policy")
 
 
 class Person:
