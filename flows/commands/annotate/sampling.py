@@ -37,8 +37,8 @@ def sample_answers(root: Path, folder: Path, prompts: int, answers: int, seed: i
     require_language_model(folder, project_settings(folder)[0])  # before the model is loaded
     config = parse(PPOConfig, read_yaml(root / "params.yaml").get("ppo") or {}, "ppo", root / "params.yaml")
     found: dict[str, Conversation] = {}
-    for place in (root / f"data/ingest/{name}.jsonl" for name in FILES):
-        found |= {row["prompt_id"]: row["prompt"] for _, row in iter_jsonl(place)} if place.is_file() else {}
+    for file in (root / f"data/ingest/{name}.jsonl" for name in FILES):
+        found |= {row["prompt_id"]: row["prompt"] for _, row in iter_jsonl(file)} if file.is_file() else {}
     if not found:
         raise UserError(f"{root / 'data/ingest'}: no prompts; call `leash run ingest` first")
     order = sorted(found)
