@@ -150,9 +150,7 @@ def fetch_model(
 @command
 def annotate(
     source: Path | None = Option(None, "--from", metavar="FILE", help="Prompts with answers. None: the last run's."),
-    model: Path | None = Option(
-        None, metavar="FOLDER", help="Sample its answers to training prompts, in place of a file."
-    ),
+    model: Path | None = Option(None, metavar="FOLDER", help="Sample its answers to prompts of the data."),
     answers: int = Option(2, help="2 compares two answers; 4 ranks four."),
     pairs: int = Option(200, min=1, help="How many pairs; a ranking of four answers is six."),
     ask: Ask = Option("random", help="Which first; the last two: where reward models are uncertain."),

@@ -87,7 +87,7 @@ class Call:
 
 def annotate(root: Path, call: Call) -> None:
     """Serve the page until Ctrl-C, then print the figures and the command that exports. Raises UserError for wrong
-    options or files, a port in use, and a session that another process has open; nothing is stored then."""
+    options or files, a port in use, and a session that another process has open; no session begins then."""
     names = _annotators(call)
     try:
         guidelines = None if call.guidelines is None else call.guidelines.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`leash annotate --model`: a model's answers to training prompts become tasks, and their labels pairs."""
+"""`leash annotate --model`: a model's answers to prompts of the data become tasks, and their labels pairs."""
 
 import json
 from collections.abc import Callable
