@@ -35,19 +35,26 @@ def record(root: Path, stage: str, figures: dict[str, Any]) -> None:
     lock.write_text(lock.read_text(encoding="utf-8").replace(before, md5_of(path)), encoding="utf-8")
 
 
-@pytest.fixture
-def demo(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The committed demo: git has the figures of metrics/summary.json; the loss of SFT is the expected one."""
+    root = tmp_path_factory.mktemp("committed")
     for name in ("dvc.yaml", "dvc.lock", "params.yaml"):
-        shutil.copyfile(ROOT / name, tmp_path / name)
-    (tmp_path / "data").mkdir()
-    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+        shutil.copyfile(ROOT / name, root / name)
+    (root / "data").mkdir()
+    shutil.copytree(ROOT / "examples", root / "examples")
     summary = json.loads((ROOT / "metrics/summary.json").read_text(encoding="utf-8"))
     sft = read_written(DEMO)["sft"]
-    record(tmp_path, "sft", {name: figure["value"] for name, figure in sft.items()})
-    record(tmp_path, "reward", {"heldout_accuracy": summary["reward_accuracy"]})
-    record(tmp_path, "evaluate", summary)
-    return tmp_path
+    record(root, "sft", {name: figure["value"] for name, figure in sft.items()})
+    record(root, "reward", {"heldout_accuracy": summary["reward_accuracy"]})
+    record(root, "evaluate", summary)
+    return root
+
+
+@pytest.fixture
+def demo(committed: Path, tmp_path: Path) -> Path:
+    """A copy of it: reading dvc.lock three times takes seconds."""
+    return shutil.copytree(committed, tmp_path, dirs_exist_ok=True)
 
 
 def test_the_demo_of_the_example_is_that_of_params() -> None:
