@@ -125,7 +125,7 @@ LEAST = {
     "sft": {"rename": 3, "write": 120, "line": 20},
     "preferences": {"rename": 3, "write": 8, "line": 4},
     "reward": {"rename": 4, "write": 20, "line": 4},
-    "ppo": {"rename": 5, "write": 25, "line": 4},
+    "ppo": {"rename": 5, "write": 20, "line": 4},
     "evaluate": {"rename": 4, "write": 20, "line": 8},
     "select": {"rename": 3, "write": 8, "line": 3},
     "best_of_n": {"rename": 2, "write": 4, "line": 1},
