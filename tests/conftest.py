@@ -283,7 +283,7 @@ def make_tiny_run(folder: Path, database: Path) -> list[str]:
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(RECORDER, encoding="utf-8")
     project = clone(folder / "first-place", database)
-    hooked = {"PYTHONPATH": str(hooks), warm.RECORD: str(record), warm.ANEW: " ".join(LIGHT)}
+    hooked = {"PYTHONPATH": str(hooks), warm.RECORD: str(record), warm.NEW_INTERPRETERS: " ".join(LIGHT)}
     ran = project.repro(**hooked, TZ="Asia/Kathmandu")
     from tasks.tracking.exporter import export  # imports mlflow
 

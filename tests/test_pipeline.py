@@ -338,7 +338,7 @@ def test_stop_tokens_reach_every_stage_that_samples(finished: "Project", stage_m
 def test_failure_09_two_clones_in_other_places_give_the_same_lock(project: "Project", first: "Project") -> None:
     """Another folder, hash seed, time zone, locale and user, new interpreters for four stages: the same bytes."""
     other = {"PYTHONHASHSEED": "42", "TZ": "America/Lima", "LC_ALL": "C", "USER": "nobody"}
-    ran = project.repro(**other, **{warm.ANEW: "sft reward ppo evaluate"})
+    ran = project.repro(**other, **{warm.NEW_INTERPRETERS: "sft reward ppo evaluate"})
     assert ran == STAGES
     assert (project.root / "dvc.lock").read_text() == (first.root / "dvc.lock").read_text()
     assert project.outputs() == first.outputs()

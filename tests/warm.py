@@ -4,7 +4,7 @@ imported torch and transformers, but none of Leash's code, where they would impo
 What starts is a process as always: a child of the one that starts it, with its arguments, environment, folder, session,
 process group and files, and with the code of the folder that it starts in; it runs a `sitecustomize.py` of PYTHONPATH.
 Variables that the interpreter or a library reads only once select the source; a process has at most three. A new
-interpreter starts for further ones, and for the stages that LEASH_TEST_ANEW names.
+interpreter starts for further ones, and for the stages that LEASH_TEST_NEW_INTERPRETERS names.
 """
 
 import atexit
@@ -46,7 +46,7 @@ COMMAND = re.compile(r"python -m tasks \w+")
 """A stage's command, which DVC gives to a shell."""
 RECORD = "LEASH_TEST_RECORD"
 """The variable with the folder for what `record` notes."""
-ANEW = "LEASH_TEST_ANEW"
+NEW_INTERPRETERS = "LEASH_TEST_NEW_INTERPRETERS"
 """The variable with the stages that start in new interpreters all the same, for example to show what they import."""
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 HOOK = "sitecustomize.py"
@@ -124,7 +124,7 @@ def _request(given: dict[str, Any]) -> tuple[dict[str, Any], list[int]] | None:
         sys.platform != "linux"
         or any(given[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
         or (words := _words(given["args"], env)) is None
-        or (words[0] == "tasks" and words[-1] in env.get(ANEW, "").split())
+        or (words[0] == "tasks" and words[-1] in env.get(NEW_INTERPRETERS, "").split())
     ):
         return None
     request = {

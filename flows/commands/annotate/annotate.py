@@ -25,7 +25,7 @@ from flows.commands.annotate.tasks import (
     most_uncertain,
     read_gold,
     read_tasks,
-    require_reward_models,
+    reward_models,
     shuffled,
 )
 from rlhf_core.errors import UserError
@@ -156,7 +156,7 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
     """The tasks of a new session in the order in which they are asked, then its gold questions. Raises UserError."""
     source = call.answers_of(root)
     gold = shuffled(read_gold(call.gold), call.seed) if call.gold is not None else []
-    require_reward_models(call.ask, call.rewards)
+    models = reward_models(call.ask, call.rewards)
     if call.model is not None:
         from flows.commands.annotate.sampling import sample_answers  # with torch, which a file does not need
 
@@ -172,7 +172,7 @@ def choose_tasks(root: Path, call: Call) -> list[Task]:
             "--model models/policy, or name a file with --from"
         )
     candidates = shuffled(read_tasks(source, call.answers), call.seed)
-    tasks = first_tasks(most_uncertain(candidates, call.ask, call.rewards, root), call.pairs)
+    tasks = first_tasks(most_uncertain(candidates, call.ask, models, root), call.pairs)
     if (found := sum(len(task.pairs) for task in tasks)) < call.pairs and call.model is not None:
         print(f"note: {found:,} pairs in place of {call.pairs:,}: too few prompts fit, or answers are equal or empty")
     return tasks + gold

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from flows.commands.chat import project_settings
 from flows.commands.compare_models.judges import load_model
 from rlhf_core.config.ppo import PPOConfig
 from rlhf_core.data.chat import Conversation
@@ -15,7 +14,6 @@ from rlhf_core.data.tokenizer import decode_response, encode_prompt, stop_ids
 from rlhf_core.determinism import make_deterministic
 from rlhf_core.errors import UserError
 from rlhf_core.files import atomic
-from rlhf_core.inspect.dialogue import require_language_model
 from rlhf_core.models.sampling import sample
 from rlhf_core.progress import listening
 from tasks.datasets.jsonl import iter_jsonl, write_jsonl
@@ -34,7 +32,6 @@ def sample_answers(root: Path, folder: Path, prompts: int, answers: int, seed: i
     """Write to `path` so many answers of the model in `folder` to each of `prompts` prompts, chosen by `seed` (all
     where there are fewer), with PPO's temperature, lengths and stop tokens. Progress on stderr. Labels of validation
     prompts are validation pairs. Raises UserError where there is no model, no prompt, or none that fits."""
-    require_language_model(folder, project_settings(folder)[0])  # before the model is loaded
     config = parse(PPOConfig, read_yaml(root / "params.yaml").get("ppo") or {}, "ppo", root / "params.yaml")
     found: dict[str, Conversation] = {}
     for file in (root / f"data/ingest/{name}.jsonl" for name in FILES):
@@ -47,7 +44,7 @@ def sample_answers(root: Path, folder: Path, prompts: int, answers: int, seed: i
     watch = Watch("[annotate]", 5.0, lambda text: print(f"WARNING {text}"))
     with redirect_stdout(sys.stderr), listening(watch):
         model = load_model(folder)
-        stops = model.stop_ids | stop_ids(model.tokenizer, model.model, config.stop_tokens)
+        stops = stop_ids(model.tokenizer, model.model, config.stop_tokens)
         longest = min(model.context - config.max_new_tokens, config.max_prompt_tokens or model.context)
         ids: dict[int, list[int]] = {}
         for place, name in enumerate(order):

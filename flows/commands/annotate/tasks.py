@@ -133,32 +133,33 @@ def first_tasks(tasks: Sequence[Task], pairs: int) -> list[Task]:
     return [task for task, count in zip(tasks, before, strict=False) if count < pairs]
 
 
-def most_uncertain(tasks: Sequence[Task], ask: Ask, folders: Sequence[Path], root: Path) -> list[Task]:
-    """The tasks (in random order) in the order of `ask_order`, scored by the reward models in `folders`; `random`
-    scores nothing. A folder with several members counts as several. Raises UserError for a folder without a reward
-    model, and for `disagreement` with fewer than two."""
+def reward_models(ask: Ask, folders: Sequence[Path]) -> list[Path]:
+    """The reward models in the folders, whose members count as several; `random` needs none. Raises UserError for a
+    folder without a reward model, and for `disagreement` with fewer than two."""
     if ask == "random":
-        return list(tasks)
+        return []
     from rlhf_core.models.ensemble import member_folders  # with torch, which random order does not need
 
-    require_reward_models(ask, folders)
-    folders = [member for folder in folders for member in member_folders(folder)]
-    if ask == "disagreement" and len(folders) < 2:
+    for folder in folders:
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{folder}: no reward model here; run `leash run reward`, or name one with --reward")
+    found = [member for folder in folders for member in member_folders(folder)]
+    if ask == "disagreement" and len(found) < 2:
         raise UserError(
             "--ask disagreement compares reward models: give --reward FOLDER at least twice, or set reward.members"
         )
+    return found
+
+
+def most_uncertain(tasks: Sequence[Task], ask: Ask, models: Sequence[Path], root: Path) -> list[Task]:
+    """The tasks (in random order) in the order of `ask_order`, scored by `reward_models`; `random` scores nothing."""
+    if ask == "random":
+        return list(tasks)
     params = read_yaml(root / "params.yaml")
     trusted = params.get("trust_remote_code") is True
     precision: Precision = "bfloat16" if params.get("precision") == "bfloat16" else "float32"
-    scores = [score_tasks(tasks, folder, trusted, precision) for folder in folders]
+    scores = [score_tasks(tasks, folder, trusted, precision) for folder in models]
     return [tasks[place] for place in ask_order(ask, scores)]
-
-
-def require_reward_models(ask: Ask, folders: Sequence[Path]) -> None:
-    """Raise UserError where `ask` needs reward models and a folder has none."""
-    for folder in folders if ask != "random" else ():
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: no reward model here; run `leash run reward`, or name one with --reward")
 
 
 def ask_order(ask: Ask, scores: Scores) -> list[int]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.commands.annotate.tasks import Task, ask_order, most_uncertain, score_tasks
+from flows.commands.annotate.tasks import Task, ask_order, most_uncertain, reward_models, score_tasks
 from rlhf_core.data.tokenizer import encode_prompt, encode_response
 from rlhf_core.errors import UserError
 from rlhf_core.models.ensemble import Ensemble, member_folder
@@ -84,7 +84,7 @@ def test_the_order_follows_the_models(models: list[Path], tmp_path: Path) -> Non
     for ask in ("margin", "disagreement"):
         expected = [TASKS[place] for place in ask_order(ask, scores)]  # type: ignore[arg-type]
         assert most_uncertain(TASKS, ask, models, tmp_path) == expected  # type: ignore[arg-type]
-    assert most_uncertain(TASKS, "random", [tmp_path / "nowhere"], tmp_path) == TASKS
+    assert most_uncertain(TASKS, "random", reward_models("random", [tmp_path / "nowhere"]), tmp_path) == TASKS
 
 
 def test_the_members_of_a_reward_model_count_as_several(models: list[Path], tmp_path: Path) -> None:
@@ -93,18 +93,18 @@ def test_the_members_of_a_reward_model_count_as_several(models: list[Path], tmp_
     member_folder(one, 2).parent.mkdir()
     other.rename(member_folder(one, 2))
     with pytest.raises(UserError, match=r"at least twice, or set reward\.members"):
-        most_uncertain(TASKS, "disagreement", [one], tmp_path)
+        reward_models("disagreement", [one])
     Ensemble("mean", 1.0, [0.0, 0.0]).write(one)
-    assert most_uncertain(TASKS, "disagreement", [one], tmp_path) == expected
+    assert most_uncertain(TASKS, "disagreement", reward_models("disagreement", [one]), tmp_path) == expected
 
 
 def test_what_cannot_be_scored_is_one_line(models: list[Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="give --reward FOLDER at least twice"):
-        most_uncertain(TASKS, "disagreement", models[:1], tmp_path)
+        reward_models("disagreement", models[:1])
     with pytest.raises(
         UserError, match=r"nowhere: no reward model here; run `leash run reward`, or name one with --reward"
     ):
-        most_uncertain(TASKS, "margin", [tmp_path / "nowhere"], tmp_path)
+        reward_models("margin", [tmp_path / "nowhere"])
     long = Task([{"role": "user", "content": "eat " * 60}], ("a", "b"), (True, True))
     with pytest.raises(UserError, match=r"tokens, and the model's context holds 64; .* --ask random"):
         most_uncertain([long], "margin", models[:1], tmp_path)

@@ -1,6 +1,7 @@
 """`leash annotate --model`: a model's answers to prompts of the data become tasks, and their labels pairs."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,10 +124,13 @@ def test_reward_models_choose_among_more_answers(root: Path, monkeypatch: pytest
     call = replace(CALL, model=root / "models/policy", pairs=1, ask="margin", rewards=(root / "models/reward",))
     with pytest.raises(UserError, match="no reward model here"):
         annotate(root, call)
+    shutil.copytree(root / "models/policy", root / "models/reward")
+    with pytest.raises(UserError, match="at least twice"):
+        annotate(root, replace(call, ask="disagreement"))
     with pytest.raises(UserError, match=r"gold\.jsonl"):
         annotate(root, replace(call, ask="random", gold=root / "gold.jsonl"))
     assert not (root / "work").exists() or not list((root / "work/annotate").glob("*.jsonl"))
-    monkeypatch.setattr("flows.commands.annotate.annotate.require_reward_models", lambda *_: None)
+    monkeypatch.setattr("flows.commands.annotate.annotate.reward_models", lambda *_: [])
     monkeypatch.setattr("flows.commands.annotate.annotate.most_uncertain", lambda tasks, *_: tasks)
     annotate(root, call)
     assert len(rows_of(root / "work/annotate/labels.answers.jsonl")) == 8
