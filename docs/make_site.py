@@ -73,7 +73,8 @@ a { color: var(--policy); }
 
 def add(root: Path, name: str, about: str, sources: list[Path]) -> list[Path]:
     """Write a page for each source below docs/site/NAME/ of the project `root`, and the index; returns the pages. A
-    source is the folder report, a page of `leash trace`, or the folder of a study, in this project or a clone of it.
+    source is the folder report, a page of `leash trace`, or the folder of a study, in this project or a clone of it. A
+    report brings its metrics/summary.json, so that its figures can be compared.
 
     Raises UserError, before anything is written, for another name or source, for changes without a commit, for a
     report that is not the one of dvc.lock, and where the site would be too large.
@@ -102,6 +103,7 @@ def add(root: Path, name: str, about: str, sources: list[Path]) -> list[Path]:
             recorded = read_yaml(home / "dvc.lock")["stages"]["report"]["outs"][0]["md5"]
             if Hashes(home).of(source.absolute(), read=True) != recorded:
                 raise UserError(f"{source}: not the report of dvc.lock; make it with `leash run report`")
+            pages[site / name / "summary.json"] = git(home, "show", f"{commit}:metrics/summary.json")
         elif source.suffix == ".html" and source.is_file():
             kind, command, page = "trace", "leash trace", source.read_text(encoding="utf-8")
         else:
@@ -117,7 +119,7 @@ def add(root: Path, name: str, about: str, sources: list[Path]) -> list[Path]:
         pages[site / name / f"{kind}.html"] = page.replace("<body>", f"<body>\n{line}", 1)
 
     sizes = {path: path.stat().st_size for path in site.glob("*/*.html")}
-    sizes |= {path: len(page.encode("utf-8", "replace")) for path, page in pages.items()}
+    sizes |= {path: len(text.encode("utf-8", "replace")) for path, text in pages.items() if path.suffix == ".html"}
     if sum(sizes.values()) > MOST_BYTES:
         listed = ", ".join(f"{path.relative_to(site)} {size / 1e6:.1f} MB" for path, size in sorted(sizes.items()))
         raise UserError(f"docs/site: {listed}; together more than {MOST_BYTES / 1e6:g} MB, remove a page")
@@ -126,7 +128,7 @@ def add(root: Path, name: str, about: str, sources: list[Path]) -> list[Path]:
             report_page.write_page(page, partial)
     with atomic(site / "index.html") as partial:
         report_page.write_page(index(site), partial)
-    return list(pages)
+    return [path for path in pages if path.suffix == ".html"]
 
 
 def study_page(folder: Path) -> str:
@@ -165,10 +167,10 @@ def shell(title: str, content: str) -> str:
     return environment.from_string(SHELL).render(title=title, content=Markup(content)) + "\n"
 
 
-def stale(page: str, summary: dict[str, float], lock: dict[str, Any]) -> list[str]:
+def stale(page: str, summary: dict[str, float], lock: dict[str, Any] | None = None) -> list[str]:
     """What a page with a report lacks of metrics/summary.json and of the hashes of the stage report in dvc.lock."""
     wanted = {key: show(summary[key]) for key, show in FIGURES.items() if key in summary}
-    inputs = {dep["path"]: dep["md5"] for dep in lock["stages"]["report"]["deps"]}
+    inputs = {dep["path"]: dep["md5"] for dep in lock["stages"]["report"]["deps"]} if lock else {}
     wanted |= {path: md5 for path, md5 in inputs.items() if path.startswith(("data/", "metrics/"))}
     return [f"{key}: {value}" for key, value in wanted.items() if value not in page]
 

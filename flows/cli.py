@@ -338,7 +338,7 @@ def chat(
 
 @command
 def trace(
-    prompt: str | None = Argument(None, metavar="PROMPT", help="The user's message."),
+    prompt: str | None = Argument(None, metavar="[PROMPT]", help="The user's message. None: a prompt of the step."),
     at: str = Option("sft", help="Where the step starts: sft (the first step) or policy."),
     seed: int | None = Seed(None, help="Of batch and answers. None: that of params.yaml."),
     page: Path | None = Option(None, help="The page to write. None: work/trace.html."),
@@ -350,8 +350,8 @@ def trace(
     Log-probabilities, KL, reward, value, advantage, ratio and loss of every token. With --against: the terms of
     another trainer's step beside ours; exit code 1 where one differs.
     """
-    if (prompt is None) == (against is None):
-        raise UserError("give a PROMPT, or --against FILE, one of the two")
+    if prompt is not None and against is not None:
+        raise UserError("give a PROMPT, or --against FILE, not both")
     if at not in ("policy", "sft"):
         raise UserError(f"--at {at}: choose policy or sft")
     print("trace: importing torch and transformers", file=sys.stderr, flush=True)
@@ -371,7 +371,7 @@ def trace(
     from tasks.stage.progress import Watch
 
     with redirect_stdout(sys.stderr), listening(Watch("trace:", 2.0, lambda line: None)):
-        traced = trace_prompt(root, str(prompt), cast("Start", at), seed)
+        traced = trace_prompt(root, prompt, cast("Start", at), seed)
         print("\r\033[K" if sys.stderr.isatty() else "", end="", flush=True)
     path = (page.expanduser() if page is not None else root / "work" / "trace.html").absolute()
     write_trace(traced, path)

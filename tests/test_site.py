@@ -33,6 +33,7 @@ def project(tmp_path: Path) -> Path:
     """A project with a report, a trace and a study, and a commit of its dvc.lock."""
     for name, text in {
         "report/index.html": PAGE,
+        "metrics/summary.json": json.dumps(SUMMARY),
         "work/trace.html": "<head></head><body>trace</body>",
         "work/studies/betas/table.md": "### Settings\n\n| setting | gold |\n|---|---|\n| <b>0.05</b> | 3.4 |\n",
         ".gitignore": "/report\n/work\n",
@@ -58,6 +59,7 @@ def test_pages_name_their_commit_and_the_index_lists_them(maker: ModuleType, pro
     about = 'The demo: 5 < 6 & "more"'
     pages = maker.add(project, "demo", about, sources)
     site, commit = project / "docs" / "site", git(project, "rev-parse", "HEAD")
+    assert json.loads((site / "demo" / "summary.json").read_text(encoding="utf-8")) == SUMMARY
     assert [str(page.relative_to(site)) for page in pages] == ["demo/report.html", "demo/trace.html", "demo/study.html"]
     lock = Hashes(project).of(project / "dvc.lock")
     for page in pages:
@@ -138,3 +140,10 @@ def test_a_page_of_other_results_is_found(maker: ModuleType, project: Path) -> N
 def test_the_demos_page_is_that_of_the_committed_results(maker: ModuleType) -> None:
     summary = json.loads((ROOT / "metrics" / "summary.json").read_text(encoding="utf-8"))
     assert maker.stale(DEMO.read_text(encoding="utf-8"), summary, read_yaml(ROOT / "dvc.lock")) == []
+
+
+@pytest.mark.parametrize("name", sorted(path.parent.name for path in (ROOT / "docs" / "site").glob("*/summary.json")))
+def test_a_page_has_the_figures_of_its_run(maker: ModuleType, name: str) -> None:
+    folder = ROOT / "docs" / "site" / name
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert maker.stale((folder / "report.html").read_text(encoding="utf-8"), summary) == []

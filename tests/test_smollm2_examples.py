@@ -41,8 +41,9 @@ def use_example(project: "Project", name: str, rows: list[dict[str, Any]], chang
     for key, value in (SMALL | changes).items():
         project.set(key, value)
     data = project.root / "data/raw" / params["ingest"]["files"]["path"]
-    data.mkdir(parents=True)
-    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = data if data.suffix else data / "train.jsonl"
+    data.parent.mkdir(parents=True, exist_ok=True)
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = KINDS["qwen2"]()
     tokenizer.bos_token = "<|im_start|>"  # as SmolLM2's
     torch.manual_seed(1)
@@ -102,3 +103,17 @@ def test_chat(project: "Project", stage_main: Main) -> None:
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["models"]["sft"]["recipe"] == "base"
     assert evaluate["models"]["policy"]["win_rate_controlled"] is not None
+
+
+def test_short(project: "Project", stage_main: Main) -> None:
+    """Prompts alone, with a function as reward: PPO and GRPO."""
+    rows = [json.loads(line) for line in (project.root / "examples/questions.jsonl").read_text().splitlines()]
+    changes = {"grpo": {"enabled": True, "settings": {"samples_per_prompt": 4}}, "ppo.max_new_tokens": 8}
+    use_example(project, "smollm2-short", rows, changes)
+    project.set("evaluate.max_new_tokens", 8)
+    run_stages(project, stage_main)
+    evaluate = project.json("metrics/evaluate.json")
+    assert evaluate["judge"] is None  # the score decides the wins
+    assert evaluate["models"]["policy"]["win_rate"] is not None
+    assert evaluate["models"]["sft"]["recipe"] == "base"
+    assert set(evaluate["models"]) >= {"sft", "policy", "best_of_4", "grpo"}

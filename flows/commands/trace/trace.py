@@ -48,14 +48,15 @@ class Traced:
     """How the step differs from one of the run."""
 
 
-def trace_prompt(root: Path, text: str, start: Start = "sft", seed: int | None = None) -> Traced:
-    """One PPO step with the settings of params.yaml on a batch of the prompt and prompts of the run.
+def trace_prompt(root: Path, text: str | None, start: Start = "sft", seed: int | None = None) -> Traced:
+    """One PPO step with the settings of params.yaml on a batch of the prompt and prompts of the run. Without `text` it
+    shows the first prompt of the step's own batch.
 
     `start` is `sft` (step 1, with the model that PPO begins with) or `policy` (models/policy with models/critic, at the
     policy's step of the schedule). Raises UserError where models or prompts are missing, and for a prompt that is empty
     or too long.
     """
-    if not text.strip():
+    if text is not None and not text.strip():
         raise UserError("the prompt is empty; give the question, in quotation marks")
     params = parse(Params, read_yaml(root / PARAMS_FILE), file=PARAMS_FILE)
     config, trusted, precision = params.ppo, params.trust_remote_code, params.precision
@@ -84,9 +85,9 @@ def trace_prompt(root: Path, text: str, start: Start = "sft", seed: int | None =
     body = body_precision(precision, config.lora)
     reference = place(load(root / begin.reference, frozen=body, device=device), device)
     context = context_length(reference)
-    prompt: Conversation = [{"role": "user", "content": text}]
+    asked: list[Conversation] = [] if text is None else [[{"role": "user", "content": text}]]
     room = context - config.max_new_tokens
-    if (tokens := len(encode_prompt(tokenizer, prompt))) > room:
+    if (tokens := max((len(encode_prompt(tokenizer, prompt)) for prompt in asked), default=0)) > room:
         raise UserError(
             f"the prompt is {tokens - room} tokens too long: {config.max_new_tokens} of {context} are the answer"
         )
@@ -121,6 +122,7 @@ def trace_prompt(root: Path, text: str, start: Start = "sft", seed: int | None =
 
     # The step's own batch, with the traced prompt in place of its first unless it has it anyway.
     batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(rows), begin.seed)
+    prompt = asked[0] if asked else rows[batch[0]]["prompt"]
     found = next((place for place, index in enumerate(batch) if rows[index]["prompt"] == prompt), None)
     if found is None:
         found = 0
