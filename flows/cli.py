@@ -338,7 +338,7 @@ def chat(
 
 @command
 def trace(
-    prompt: str | None = Argument(None, metavar="[PROMPT]", help="The user's message. None: a prompt of the step."),
+    prompt: str | None = Argument(None, metavar="PROMPT", help="The user's message. None: a prompt of the step."),
     at: str = Option("sft", help="Where the step starts: sft (the first step) or policy."),
     seed: int | None = Seed(None, help="Of batch and answers. None: that of params.yaml."),
     page: Path | None = Option(None, help="The page to write. None: work/trace.html."),

@@ -85,9 +85,9 @@ def trace_prompt(root: Path, text: str | None, start: Start = "sft", seed: int |
     body = body_precision(precision, config.lora)
     reference = place(load(root / begin.reference, frozen=body, device=device), device)
     context = context_length(reference)
-    asked: list[Conversation] = [] if text is None else [[{"role": "user", "content": text}]]
+    prompt: Conversation | None = None if text is None else [{"role": "user", "content": text}]
     room = context - config.max_new_tokens
-    if (tokens := max((len(encode_prompt(tokenizer, prompt)) for prompt in asked), default=0)) > room:
+    if prompt is not None and (tokens := len(encode_prompt(tokenizer, prompt))) > room:
         raise UserError(
             f"the prompt is {tokens - room} tokens too long: {config.max_new_tokens} of {context} are the answer"
         )
@@ -122,7 +122,7 @@ def trace_prompt(root: Path, text: str | None, start: Start = "sft", seed: int |
 
     # The step's own batch, with the traced prompt in place of its first unless it has it anyway.
     batch = prompts_of_step(step, config.batch_size // config.samples_per_prompt, len(rows), begin.seed)
-    prompt = asked[0] if asked else rows[batch[0]]["prompt"]
+    prompt = prompt or rows[batch[0]]["prompt"]
     found = next((place for place, index in enumerate(batch) if rows[index]["prompt"] == prompt), None)
     if found is None:
         found = 0

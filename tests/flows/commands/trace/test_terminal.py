@@ -156,8 +156,13 @@ def test_the_batch_is_the_steps_own_with_the_prompt_in_it(project: Path) -> None
     again = trace_prompt(project, third, "sft")
     assert again.trace.row == 3
     assert again.trace.prompt[0]["content"] == third
-    own = trace_prompt(project, None, "sft")
-    assert (own.trace.row, own.trace.prompt[0]["content"]) == (0, OTHERS[prompts_of_step(0, 16, len(OTHERS), 1)[0]])
+
+
+def test_without_a_prompt_the_first_of_the_batch_is_shown(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    told = CliRunner().invoke(app, ["trace", "--json"])
+    first = OTHERS[prompts_of_step(0, 16, len(OTHERS), 1)[0]]
+    assert json.loads(told.stdout)["prompt"] == [{"role": "user", "content": first}]
 
 
 @pytest.mark.parametrize(
