@@ -173,11 +173,13 @@ def gao_slopes(table: pd.DataFrame) -> str:
         for _, rows in reward_models(table[table.family == family]).groupby("seed"):
             models = [part for _, part in rows.groupby("case")]
             found = np.array([fit(part.d, part.gain, rl) for part in models])
-            x = np.array([
-                [1.0, math.log10(part.weights.iloc[0]), math.log10(part.pairs.iloc[0])] for part in models
-            ])  # fmt: skip
+            sizes = np.log10([[part.weights.iloc[0], part.pairs.iloc[0]] for part in models])
+            varied = np.ptp(sizes, axis=0) > 0
+            x = np.column_stack([np.ones(len(models)), sizes[:, varied]])
             for name, column in zip(per_seed, found.T, strict=True):
-                per_seed[name].append([fmean(column), *np.linalg.lstsq(x, column, rcond=None)[0][1:]])
+                slopes = np.full(2, math.nan)
+                slopes[varied] = np.linalg.lstsq(x, column, rcond=None)[0][1:]
+                per_seed[name].append([fmean(column), *slopes])
         label = "PPO" if rl else "best of n"
         for name, values in per_seed.items():
             cells.append([f"{name}, {label}", *(cell(column) for column in zip(*values, strict=True))])
