@@ -109,6 +109,7 @@ def read(sources: Sequence[str], prompts: int | None = None) -> tuple[dict[str, 
         notes.append(f"no figures between steps {steps[place]} and {steps[place + 1]}, where {usual:.0f} is usual")
     if prompts is None:
         notes.append(f"windows have {WINDOW} rows, as with 20 prompts a step or more (--prompts N for fewer)")
+    first, last = (whole[0], whole[-1]) if whole else ({}, {})
     found = {
         "library": library.name,
         "version": library.version,
@@ -119,7 +120,15 @@ def read(sources: Sequence[str], prompts: int | None = None) -> tuple[dict[str, 
         "findings": findings,
         "not_seen": [mode for mode in NEEDS if mode not in unchecked and mode not in {f["name"] for f in findings}],
         "not_checked": unchecked,
-        "figures": {column: {"from": _source(*chosen[column]), "note": chosen[column][1].note} for column in chosen},
+        "figures": {
+            column: {
+                "from": _source(name, figure),
+                "first": first.get(column),
+                "last": last.get(column),
+                "note": figure.note,
+            }
+            for column, (name, figure) in chosen.items()
+        },
         "notes": notes,
     }
     return found, render(found)
@@ -141,10 +150,17 @@ def render(found: Mapping[str, Any]) -> str:
         blocks.append("no failure mode was found")
     blocks.append(f"not seen: {', '.join(found['not_seen']) or 'none'}")
     blocks.append("\n".join(["not checked", *(f"  {mode}: {why}" for mode, why in found["not_checked"].items())]))
-    figures = [(column, how["from"], how["note"]) for column, how in found["figures"].items()]
-    blocks.append(table([("figure", "read from", "note"), *figures]))
+    figures = [
+        (column, *(_shown(how[end]) for end in ("first", "last")), how["from"], how["note"])
+        for column, how in found["figures"].items()
+    ]
+    blocks.append(table([("figure", "first", "last", "read from", "note"), *figures]))
     blocks.append("\n".join(["notes", *(f"  {note}" for note in found["notes"])]) if found["notes"] else "")
     return "\n\n".join(block for block in blocks if block)
+
+
+def _shown(figure: float | None) -> str:
+    return "–" if figure is None else f"{figure:.3g}"
 
 
 def _recognised(files: Mapping[str, Sequence[Record]]) -> Library:
