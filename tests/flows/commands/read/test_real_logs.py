@@ -1,6 +1,6 @@
 """`leash read` on files that TRL wrote (trainer_state.json, here with a record a line): GRPO and RLOO of 1.16.0, PPO of
-1.12.0, with the demo's model and 128 answers a step. The mild runs have 40 steps, a learning rate of 2e-4 and β 0.1, the
-ill ones 25 steps, 1e-2 and β 0.001."""
+1.12.0, with the demo's model and 128 answers a step. The mild runs have 40 steps, a learning rate of 2e-4 and β 0.1,
+the ill ones 25 steps, 1e-2 and β 0.001."""
 
 from pathlib import Path
 from typing import Any
