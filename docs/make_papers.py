@@ -166,7 +166,7 @@ def gao_table(table: pd.DataFrame) -> str:
 
 def gao_slopes(table: pd.DataFrame) -> str:
     """How α and β of the two forms change with ten times the weights or the pairs: least squares over the reward models
-    of a seed, then the mean of the seeds."""
+    of a seed, then the mean of the seeds. –: this size does not vary."""
     cells = [["", "mean", "per ten times the weights", "per ten times the pairs"]]
     for family, rl in FAMILIES.items():
         per_seed: dict[str, list[Sequence[float]]] = {"α": [], "β": []}

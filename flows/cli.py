@@ -397,7 +397,7 @@ def score(
 @command
 def read(
     files: list[str] = Argument(metavar="FILE…", help="Metric files of one run, or runs:/ID of MLflow."),
-    prompts: int | None = Option(None, min=1, help="Prompts in a step. None: 20 or more."),
+    prompts: int | None = Option(None, min=1, help="Prompts in a step. None: counted as 20."),
     as_json: bool = JSON,
 ) -> None:
     """Find failure modes in the metrics of TRL, verl, OpenRLHF or NeMo-RL.

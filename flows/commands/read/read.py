@@ -64,8 +64,9 @@ def read(sources: Sequence[str], prompts: int | None = None) -> tuple[dict[str, 
             missing[column] = f"not comparable: {why}"
             if not any(column in needs for needs in NEEDS.values()):
                 notes.append(f"{column} is {missing[column]}")
+    numbers = {column: [value for row in rows if (value := row[column]) is not None] for column in chosen}
     for column, (name, figure) in list(chosen.items()):
-        known = [row[column] for row in rows if row[column] is not None]
+        known = numbers[column]
         if column == "kl" and known and not any(known):
             missing[column] = f"{name} is 0 at every step: there is no reference model"
         elif not known and figure.per_token:
@@ -108,8 +109,7 @@ def read(sources: Sequence[str], prompts: int | None = None) -> tuple[dict[str, 
         place = gaps.index(max(gaps))
         notes.append(f"no figures between steps {steps[place]} and {steps[place + 1]}, where {usual:.0f} is usual")
     if prompts is None:
-        notes.append(f"windows have {WINDOW} rows, as with 20 prompts a step or more (--prompts N for fewer)")
-    first, last = (whole[0], whole[-1]) if whole else ({}, {})
+        notes.append(f"windows have {WINDOW} rows, as with 20 prompts a step (--prompts N for another number)")
     found = {
         "library": library.name,
         "version": library.version,
@@ -123,8 +123,8 @@ def read(sources: Sequence[str], prompts: int | None = None) -> tuple[dict[str, 
         "figures": {
             column: {
                 "from": _source(name, figure),
-                "first": first.get(column),
-                "last": last.get(column),
+                "first": numbers[column][0],
+                "last": numbers[column][-1],
                 "note": figure.note,
             }
             for column, (name, figure) in chosen.items()
@@ -154,13 +154,14 @@ def render(found: Mapping[str, Any]) -> str:
         (column, *(_shown(how[end]) for end in ("first", "last")), how["from"], how["note"])
         for column, how in found["figures"].items()
     ]
-    blocks.append(table([("figure", "first", "last", "read from", "note"), *figures]))
+    blocks.append(table([("figure", "first step", "last step", "read from", "note"), *figures]))
     blocks.append("\n".join(["notes", *(f"  {note}" for note in found["notes"])]) if found["notes"] else "")
     return "\n\n".join(block for block in blocks if block)
 
 
-def _shown(figure: float | None) -> str:
-    return "–" if figure is None else f"{figure:.3g}"
+def _shown(figure: float) -> str:
+    """Three digits, whole numbers from 100 on, and 0 for what rounding leaves of it."""
+    return f"{figure:.0f}" if abs(figure) >= 100 else f"{figure if abs(figure) > 1e-6 else 0:.3g}"
 
 
 def _recognised(files: Mapping[str, Sequence[Record]]) -> Library:

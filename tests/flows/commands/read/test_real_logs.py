@@ -2,6 +2,8 @@
 1.12.0, with the demo's model and 128 answers a step. The mild runs have 40 steps, a learning rate of 2e-4 and β 0.1,
 the ill ones 25 steps, 1e-2 and β 0.001."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,24 @@ def test_ill_runs_with_groups(method: str) -> None:
 
 
 def test_an_ill_run_of_ppo() -> None:
-    """The KL is 157 nats after one step. `kl_spike` compares windows, and so is found at step 10 and ends where the KL
-    stays; the last figures show it."""
+    """The KL is 157 nats after one step. `kl_spike` compares windows: without the number of prompts it is found at step
+    10, with it at step 2. It ends where the KL stays; the last figure shows it."""
     found, text = read([str(LOGS / "ppo-ill.json")])
     assert [(one["name"], one["step"], one["at_end"]) for one in found["findings"]] == [("kl_spike", 10, False)]
     kl = found["figures"]["kl"]
     assert (kl["first"], kl["last"]) == (pytest.approx(0, abs=1e-6), pytest.approx(271, abs=1))
-    assert "kl             3.73e-08  271    objective/kl" in text
+    assert "kl             0           271        objective/kl" in text
+    found, _ = read([str(LOGS / "ppo-ill.json")], prompts=128)
+    assert (found["findings"][0]["name"], found["findings"][0]["step"]) == ("kl_spike", 2)
+
+
+def test_first_and_last_figure_are_those_that_are_recorded(tmp_path: Path) -> None:
+    """A figure that comes later than the others, and one that is NaN in the last step."""
+    content = json.loads((LOGS / "grpo-mild.json").read_text())
+    rows = [row for row in content["log_history"] if "kl" in row]
+    del rows[0]["clip_ratio/region_mean"]
+    rows[1]["clip_ratio/region_mean"], rows[-1]["entropy"] = 0.25, math.nan
+    (tmp_path / "trainer_state.json").write_text(json.dumps(content))
+    found, _ = read([str(tmp_path / "trainer_state.json")])
+    assert found["figures"]["clip_fraction"]["first"] == 0.25
+    assert found["figures"]["entropy"]["last"] == rows[-2]["entropy"]
