@@ -204,16 +204,17 @@ def draw_points(axes: Any, rows: pd.DataFrame, mark: str, name: str, **style: An
 
 def gao_picture(table: pd.DataFrame) -> bytes:
     """Gain over √KL, means of the seeds: a panel with all sizes at 3,000 pairs, and one with all numbers of pairs at a
-    million weights. The optimum is that of the last line."""
+    million weights, where there are several. The optimum is that of the last line."""
     table = reward_models(table)
+    halves = [
+        ("3,000 pairs, millions of weights:", "weights", table[table.pairs == 3000]),
+        ("A million weights, pairs:", "pairs", table[table.weights == 1]),
+    ]
+    halves = [half for half in halves if half[2][half[1]].nunique() > 1]
     with styled():
-        figure, panels = canvas("Gold score less SFT's over √KL: PPO without a leash, best of n dashed", columns=2,
-                                panels=(1,), width=8.6, height=4.4)  # fmt: skip
-        for axes, fixed, value, title, varied in zip(
-            panels, ("pairs", "weights"), (3000, 1), ("3,000 pairs, million weights:", "A million weights, pairs:"),
-            ("weights", "pairs"), strict=True,
-        ):  # fmt: skip
-            part = table[table[fixed] == value]
+        figure, panels = canvas("Gold score less SFT's over √KL: PPO without a leash, best of n dashed",
+                                columns=len(halves), panels=(1,), width=8.6, height=4.4)  # fmt: skip
+        for axes, (title, varied, part) in zip(panels, halves, strict=True):
             groups = list(part.groupby(varied))
             for rank, (size, rows) in enumerate(groups):
                 colour: Any = (0.09, 0.41, 0.78, 0.3 + 0.7 * rank / max(1, len(groups) - 1))
@@ -224,7 +225,7 @@ def gao_picture(table: pd.DataFrame) -> bytes:
             axes.axhline(0, color=MUTED, linewidth=0.8)
             axes.set_title(title, fontsize=10, loc="left")
             axes.legend(fontsize=8)
-            label_axes(axes, "gold less SFT's" if fixed == "pairs" else "", "√KL")
+            label_axes(axes, "gold less SFT's" if axes is panels[0] else "", "√KL")
         return png(figure)
 
 
