@@ -154,7 +154,7 @@ def render(found: Mapping[str, Any]) -> str:
         (column, *(_shown(how[end]) for end in ("first", "last")), how["from"], how["note"])
         for column, how in found["figures"].items()
     ]
-    blocks.append(table([("figure", "first step", "last step", "read from", "note"), *figures]))
+    blocks.append(table([("figure", "first", "last", "read from", "note"), *figures]))
     blocks.append("\n".join(["notes", *(f"  {note}" for note in found["notes"])]) if found["notes"] else "")
     return "\n\n".join(block for block in blocks if block)
 

@@ -48,7 +48,7 @@ def test_an_ill_run_of_ppo() -> None:
     assert [(one["name"], one["step"], one["at_end"]) for one in found["findings"]] == [("kl_spike", 10, False)]
     kl = found["figures"]["kl"]
     assert (kl["first"], kl["last"]) == (pytest.approx(0, abs=1e-6), pytest.approx(271, abs=1))
-    assert "kl             0           271        objective/kl" in text
+    assert "kl             0      271    objective/kl" in text
     found, _ = read([str(LOGS / "ppo-ill.json")], prompts=128)
     assert (found["findings"][0]["name"], found["findings"][0]["step"]) == ("kl_spike", 2)
 
