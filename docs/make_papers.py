@@ -30,7 +30,7 @@ from flows.commands.study.picture import mean_line  # noqa: E402
 from flows.commands.study.study import find  # noqa: E402
 from flows.commands.study.tables import Summary, markdown, summarise, text  # noqa: E402
 from rlhf_core.evaluation.optimum import share_of_optimum  # noqa: E402
-from tasks.page.canvas import MUTED, canvas, colour_of, label_axes, png, styled  # noqa: E402
+from tasks.page.canvas import INK, MUTED, canvas, colour_of, label_axes, png, styled  # noqa: E402
 from tasks.records.recorded import read_results  # noqa: E402
 
 PAGE, FOLDER = HERE / "papers.md", HERE / "papers"
@@ -186,6 +186,49 @@ def gao_slopes(table: pd.DataFrame) -> str:
     return markdown(cells)
 
 
+def gao_peaks(table: pd.DataFrame) -> str:
+    """How PPO's and best of n's gains differ: means over the reward models of a seed, then over the seeds."""
+    trials: dict[int, list[list[float]]] = {}
+    for (_, seed), rows in table.groupby(["case", "seed"]):
+        bon, ppo = (rows[rows.family == family] for family in FAMILIES)
+        trials.setdefault(int(seed), []).append([
+            peak(ppo) - peak(bon), peak_place(ppo) - peak_place(bon), last(ppo) - peak(ppo), last(bon) - peak(bon)
+        ])  # fmt: skip
+    labels = [
+        "highest gain, PPO less best of n", "its √KL, PPO less best of n", "PPO: gain at the end less the highest",
+        "best of n: gain with 128 less the highest",
+    ]  # fmt: skip
+    means = np.array([np.mean(found, axis=0) for found in trials.values()]).T
+    cells = [[label, cell(found, "+.2f")] for label, found in zip(labels, means, strict=True)]
+    return markdown([["", "mean over the reward models"], *cells])
+
+
+def leash_table(table: pd.DataFrame) -> str:
+    """PPO's gain with a KL penalty less that of `gao` without one, of the same case and seed and at the same √KL: on
+    the straight lines between its snapshots. At the end, and mean of the snapshots that both reach."""
+    free = read("gao")
+    cells = [
+        ["weights", "√KL at the end", "gain at the end", "less the gain without a penalty", "mean of all snapshots"]
+    ]
+    for case, rows in table[table.family == "ppo"].groupby("case", sort=False):
+        found = []
+        for seed, mine in rows.groupby("seed"):
+            other = free[(free.case == case) & (free.seed == seed) & (free.family == "ppo")].sort_values("d")
+            mine = mine.sort_values("point", key=lambda steps: steps.astype(float))
+            less = mine.gain - np.interp(mine.d, other.d, other.gain, left=math.nan, right=math.nan)
+            found.append([mine.d.iloc[-1], mine.gain.iloc[-1], less.iloc[-1], less.mean()])
+        forms = (".1f", ".2f", "+.2f", "+.2f")
+        columns = zip(zip(*found, strict=True), forms, strict=True)
+        cells.append([f"{str(case).partition('m-')[0]} million", *(cell(values, form) for values, form in columns)])
+    return markdown(cells)
+
+
+def mean_path(rows: pd.DataFrame) -> tuple["pd.Series[float]", "pd.Series[float]"]:
+    """√KL and gain of each point, means of the seeds."""
+    means = rows.groupby("point")[["d", "gain"]].mean().sort_values("d")
+    return means.d, means.gain
+
+
 def draw_optimum(axes: Any, table: pd.DataFrame, height: str) -> None:
     """The optimum of the reward model over √KL, mean of the seeds of one setting; nothing without it."""
     lines = [
@@ -219,8 +262,8 @@ def gao_picture(table: pd.DataFrame) -> bytes:
             for rank, (size, rows) in enumerate(groups):
                 colour: Any = (0.09, 0.41, 0.78, 0.3 + 0.7 * rank / max(1, len(groups) - 1))
                 for family, style in (("ppo", "-"), ("best_of_n", "--")):
-                    means = rows[rows.family == family].groupby("point")[["d", "gain"]].mean().sort_values("d")
-                    axes.plot(means.d, means.gain, style, color=colour, label=f"{size:,}" if style == "-" else None)
+                    label = f"{size:,}" if style == "-" else None
+                    axes.plot(*mean_path(rows[rows.family == family]), style, color=colour, label=label)
             draw_optimum(axes, groups[-1][1], "gain")
             axes.axhline(0, color=MUTED, linewidth=0.8)
             axes.set_title(title, fontsize=10, loc="left")
@@ -232,20 +275,75 @@ def gao_picture(table: pd.DataFrame) -> bytes:
 # Coste et al. 2023 and Eisenstein et al. 2023
 
 
+COMBINED = {"mean": "mean", "min": "lowest", "uncertainty": "mean less spread"}
+BODIES = {"one-body": "four, one body", "own-bodies": "four, own bodies"}
+COLOURS = dict(zip(COMBINED, map(colour_of, ("rloo", "ppo", "dpo")), strict=True))
+ENSEMBLES = {"one": ("one reward model", INK, ":")} | {
+    f"{body}-{rule}": (f"{bodies}: {combined}", COLOURS[rule], "--" if body == "one-body" else "-")
+    for rule, combined in COMBINED.items() for body, bodies in BODIES.items()
+}  # fmt: skip
+"""Label, colour and line of each case."""
+
+
+def above_fewer(rows: pd.DataFrame) -> float:
+    """The gain of the best of the most answers, less the highest of fewer, that of SFT included."""
+    fewer = rows[rows.d < rows.d.max()]
+    return last(rows) - peak(fewer)
+
+
 def ensembles_table(table: pd.DataFrame) -> str:
     """A row for each case."""
-    cells = [["reward", "best of 128: gain", "its highest gain", "PPO: highest gain", "gain at the end",
+    cells = [["reward", "best of 128: gain", "less the highest of fewer", "PPO: highest gain", "gain at the end",
               "less that of one"]]  # fmt: skip
     alone = by_seed(table[(table.case == "one") & (table.family == "ppo")], last)
-    for case, rows in table.groupby("case", sort=False):
+    for case, (label, *_) in ENSEMBLES.items():
+        rows = table[table.case == case]
+        if not len(rows):
+            continue
         bon, ppo = (rows[rows.family == family] for family in FAMILIES)
         ends = by_seed(ppo, last)
         differences = [mine - other for mine, other in zip(ends, alone, strict=True)]
         cells.append([
-            str(case).replace("-", " "), cell(by_seed(bon, last)), cell(by_seed(bon, peak)), cell(by_seed(ppo, peak)),
+            label, cell(by_seed(bon, last)), cell(by_seed(bon, above_fewer), "+.2f"), cell(by_seed(ppo, peak)),
             cell(ends), "–" if case == "one" else cell(differences, "+.2f"),
         ])  # fmt: skip
     return markdown(cells)
+
+
+def ensembles_bodies(table: pd.DataFrame) -> str:
+    """What bodies of their own add to one body, for each rule that has both; paired by seed."""
+    cells = [["four members, own bodies less one body", "accuracy", "best of 128: gain", "PPO: highest gain",
+              "gain at the end"]]  # fmt: skip
+    for rule, label in COMBINED.items():
+        one, own = (table[table.case == f"{body}-{rule}"] for body in BODIES)
+        if not (len(one) and len(own)):
+            continue
+        cells.append([label])
+        for family, value, form in (
+            ("sft", lambda rows: rows.accuracy.iloc[0], "+.3f"), ("best_of_n", last, "+.2f"), ("ppo", peak, "+.2f"),
+            ("ppo", last, "+.2f"),
+        ):  # fmt: skip
+            mine, other = (by_seed(rows[rows.family == family], value) for rows in (own, one))
+            cells[-1].append(cell([a - b for a, b in zip(mine, other, strict=True)], form))
+    return markdown(cells)
+
+
+def ensembles_picture(table: pd.DataFrame) -> bytes:
+    """Gain over √KL, means of the seeds: best of n and PPO. The optimum is that of one reward model."""
+    with styled():
+        figure, panels = canvas("Gold score less SFT's over √KL, five training seeds", columns=2, panels=(1,),
+                                width=8.6, height=4.4)  # fmt: skip
+        for axes, family, title in zip(panels, FAMILIES, ("Best of n", "PPO"), strict=True):
+            for case, (label, colour, line) in ENSEMBLES.items():
+                rows = table[(table.case == case) & (table.family == family)]
+                if len(rows):
+                    axes.plot(*mean_path(rows), line, color=colour, label=label)
+            draw_optimum(axes, table[table.case == "one"], "gain")
+            axes.axhline(0, color=MUTED, linewidth=0.8)
+            axes.set_title(title, fontsize=10, loc="left")
+            label_axes(axes, "gold less SFT's" if axes is panels[0] else "", "√KL")
+        figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower left", ncols=3)
+        return png(figure)
 
 
 # Xu et al. 2024
@@ -385,8 +483,10 @@ RUNGS = {"raw": "64 answers a step, a new critic, scores as they are", "unit": "
 TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "gao": ("gao", gao_table),
     "gao-slopes": ("gao", gao_slopes),
-    "gao-leash": ("gao-leash", gao_table),
+    "gao-peaks": ("gao", gao_peaks),
+    "gao-leash": ("gao-leash", leash_table),
     "ensembles": ("ensembles", ensembles_table),
+    "ensembles-bodies": ("ensembles", ensembles_bodies),
     "xu-tuning": ("xu-tuning", tuning_table),
     "xu": ("xu", xu_table),
     "xu-effects": ("xu", xu_effects),
@@ -398,6 +498,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
 """Name of a pair of marks on the page: the study and what makes the table."""
 PICTURES: dict[str, Callable[[pd.DataFrame], bytes]] = {
     "gao": gao_picture,
+    "ensembles": ensembles_picture,
     "xu": xu_picture,
     "ahmadian": ahmadian_picture,
 }

@@ -152,15 +152,56 @@ def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
     ]
 
 
-def test_ensembles_are_compared_with_one_reward_model(papers: ModuleType) -> None:
+def test_ensembles_are_compared_with_one_reward_model_and_own_bodies_with_one_body(papers: ModuleType) -> None:
+    """At the end the lowest of four is 0.25 above one reward model on one body, and 0.5 on bodies of their own. Best of
+    128 loses 0.3 of its highest gain with one reward model, and gains 0.2 with four."""
     rows = []
-    for case, seed in itertools.product(("one", "own-bodies-min"), (1, 2, 3)):
-        setting, end = {"case": case, "seed": seed}, -1.0 + seed + 0.5 * (case != "one")
-        rows += [point("sft", 0, 0.0, 0.0, **setting), point("ppo", 4, 1.0, 2.0, **setting)]
-        rows += [point("ppo", 45, 9.0, end, **setting), point("best_of_n", 128, 3.9, 1.0, **setting)]
-    table = papers.ensembles_table(store(papers, "ensembles", rows)).splitlines()
-    assert table[-1].startswith("| own bodies min |")
-    assert table[-1].split("|")[6].split()[0] == "+0.50"
+    for case, seed in itertools.product(("one", "one-body-min", "own-bodies-min"), (1, 2, 3)):
+        setting = {"case": case, "seed": seed}
+        end = -1.0 + seed + {"one": 0, "one-body-min": 0.25, "own-bodies-min": 0.5}[case]
+        rows += [point("sft", 0, 0.0, seed, **setting), point("ppo", 4, 1.0, seed + 4.0, **setting)]
+        rows += [point("ppo", 45, 9.0, seed + end, **setting)]
+        for n, kl, gain in ((1, 0.0, 0.1), (16, 1.8, 1.0), (128, 3.9, 0.7 if case == "one" else 1.2)):
+            rows.append(point("best_of_n", n, kl, seed + gain, **setting))
+    table = store(papers, "ensembles", rows)
+    found = {
+        row[1].strip(): row for row in (line.split("|") for line in papers.ensembles_table(table).splitlines()[2:])
+    }
+    assert {name: row[3].split()[0] for name, row in found.items()} == {
+        "one reward model": "−0.30", "four, one body: lowest": "+0.20", "four, own bodies: lowest": "+0.20",
+    }  # fmt: skip
+    assert {row[4].split()[0] for row in found.values()} == {"4.00"}
+    assert [row[6].split()[0] for row in found.values()] == ["–", "+0.25", "+0.50"]
+    (bodies,) = papers.ensembles_bodies(table).splitlines()[2:]
+    assert [text.split()[0] for text in bodies.split("|")[1:-1]] == ["lowest", "+0.000", "+0.00", "+0.00", "+0.25"]
+    assert papers.ensembles_picture(table).startswith(b"\x89PNG")
+
+
+def test_the_gain_with_a_kl_penalty_is_compared_at_the_same_kl(papers: ModuleType) -> None:
+    """Without a penalty the gain is 2·√KL up to √KL 3; with one it is 0.5 more at every √KL, the end is at 2.5, and one
+    snapshot is further out than all without a penalty."""
+    for name, places in (("gao", (1, 2, 3)), ("gao-leash", (1.5, 3.5, 2.5))):
+        rows = [point("sft", 0, 0.0, 1.0, case="4m-3000", seed=seed) for seed in (1, 2)]
+        for (step, d), seed in itertools.product(enumerate(places, start=8), (1, 2)):
+            more = 0.5 * (name == "gao-leash")
+            rows.append(point("ppo", step, d * d, 1.0 + 2 * d + more, case="4m-3000", seed=seed))
+        table = store(papers, name, rows)
+    (line,) = papers.leash_table(table).splitlines()[2:]
+    cells = [cell.split()[0] for cell in line.split("|")[1:-1]]
+    assert cells == ["4", "2.5", "5.50", "+0.50", "+0.50"]
+
+
+def test_highest_gains_are_compared_over_the_reward_models_of_a_seed(papers: ModuleType) -> None:
+    rows = []
+    for case, seed in itertools.product(("1m-300", "1m-1000"), (1, 2, 3)):
+        setting, more = {"case": case, "seed": seed}, 0.2 * (case == "1m-300")
+        rows.append(point("sft", 0, 0.0, 0.0, **setting))
+        for family, d, gain in (
+            ("best_of_n", 1, 1.5), ("best_of_n", 2, 1.1), ("ppo", 1.5, 1.0 + more), ("ppo", 3, 0.5)
+        ):  # fmt: skip
+            rows.append(point(family, d, d * d, gain, **setting))
+    lines = papers.gao_peaks(store(papers, "gao", rows)).splitlines()[2:]
+    assert [line.split("|")[2].split()[0] for line in lines] == ["−0.40", "+0.50", "−0.60", "−0.40"]
 
 
 def test_the_leaderboard_has_the_scores_of_its_study() -> None:
