@@ -40,15 +40,17 @@ prompts. Rows of the family `optimum` are from metrics/evaluate.json, with their
 
 
 def export(name: str) -> None:
-    """Write docs/papers/NAME.csv: a row for each point of the frontier of each finished trial. It has the setting and
-    seed of the trial and the accuracy of its reward model, too."""
+    """Write docs/papers/NAME.csv: a row for each point of the frontier of each trial. It has the setting and seed of
+    the trial and the accuracy of its reward model, too. Settings that have not finished with all seeds are left out."""
     _, call = read_study(ROOT, ROOT / "examples" / "papers" / f"{name}.yaml")
     study = find(ROOT, call, name, "HEAD")
+    ended = [(trial, isolated.find(ROOT, study.commit, trial.name)) for trial in study.trials]
+    unfinished = {trial.setting: trial.name for trial, found in ended if found is None}
+    for trial_name in unfinished.values():
+        print(f"{trial_name} is not finished: its setting is left out")
     parts = []
-    for trial in study.trials:
-        found = isolated.find(ROOT, study.commit, trial.name)
-        if found is None:
-            print(f"{trial.name} is not finished")
+    for trial, found in ended:
+        if found is None or trial.setting in unfinished:
             continue
         files = read_results(ROOT, found, "metrics/reward.json", "metrics/evaluate.json", "plots/frontier.csv")
         rows = pd.read_csv(io.BytesIO(files["plots/frontier.csv"]))[KEPT].dropna(subset=["kl"])
@@ -59,7 +61,7 @@ def export(name: str) -> None:
         accuracy = json.loads(files["metrics/reward.json"]).get("heldout_accuracy")
         parts.append(rows.assign(**setting, seed=trial.params["seed"], accuracy=accuracy))
     if not parts:
-        sys.exit(f"{name}: no trial is finished; run leash study examples/papers/{name}.yaml")
+        sys.exit(f"{name}: no setting is finished; run leash study examples/papers/{name}.yaml")
     FOLDER.mkdir(exist_ok=True)
     table = pd.concat(parts)
     table = table[[*(column for column in table if column not in KEPT), *KEPT]]
@@ -188,18 +190,20 @@ def gao_slopes(table: pd.DataFrame) -> str:
 
 def gao_peaks(table: pd.DataFrame) -> str:
     """How PPO's and best of n's gains differ: means over the reward models of a seed, then over the seeds."""
-    trials: dict[int, list[list[float]]] = {}
-    for (_, seed), rows in table.groupby(["case", "seed"]):
-        bon, ppo = (rows[rows.family == family] for family in FAMILIES)
-        trials.setdefault(int(seed), []).append([
-            peak(ppo) - peak(bon), peak_place(ppo) - peak_place(bon), last(ppo) - peak(ppo), last(bon) - peak(bon)
-        ])  # fmt: skip
+    seeds = []
+    for _, trials in table.groupby("seed"):
+        found = []
+        for _, rows in trials.groupby("case"):
+            bon, ppo = (rows[rows.family == family] for family in FAMILIES)
+            found.append([
+                peak(ppo) - peak(bon), peak_place(ppo) - peak_place(bon), last(ppo) - peak(ppo), last(bon) - peak(bon)
+            ])  # fmt: skip
+        seeds.append(np.mean(found, axis=0))
     labels = [
         "highest gain, PPO less best of n", "its √KL, PPO less best of n", "PPO: gain at the end less the highest",
         "best of n: gain with 128 less the highest",
     ]  # fmt: skip
-    means = np.array([np.mean(found, axis=0) for found in trials.values()]).T
-    cells = [[label, cell(found, "+.2f")] for label, found in zip(labels, means, strict=True)]
+    cells = [[label, cell(values, "+.2f")] for label, *values in zip(labels, *seeds, strict=True)]
     return markdown([["", "mean over the reward models"], *cells])
 
 
@@ -267,7 +271,7 @@ def gao_picture(table: pd.DataFrame) -> bytes:
             draw_optimum(axes, groups[-1][1], "gain")
             axes.axhline(0, color=MUTED, linewidth=0.8)
             axes.set_title(title, fontsize=10, loc="left")
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=8, loc="upper left")
             label_axes(axes, "gold less SFT's" if axes is panels[0] else "", "√KL")
         return png(figure)
 
