@@ -52,10 +52,10 @@ def home(toy: Callable[..., Path]) -> Path:
 @pytest.mark.parametrize(
     ("paper", "trials"),
     {
-        "gao": 48,
+        "gao": 21,
         "gao-leash": 6,
         "ensembles": 35,
-        "xu": 24,
+        "xu": 12,
         "xu-tuning": 3,
         "ahmadian": 10,
         "ahmadian-tuning": 3,
