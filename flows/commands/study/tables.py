@@ -210,16 +210,17 @@ def alerts(trials: Sequence[Trial]) -> str:
 
 
 def text(value: Summary | None, form: str = ".3f") -> str:
-    """The mean and its interval."""
+    """The mean and its interval; zero has no minus."""
     if value is None:
         return "–"
+    form = form.replace(".", "z.")
     ends = "" if value.low is None else f" ({value.low:{form}} to {value.high:{form}})"
     return f"{value.mean:{form}}{ends}".replace("-", "−")
 
 
 def number(value: Any) -> str:
     """A figure of one trial."""
-    return f"{value:.3f}".replace("-", "−") if isinstance(value, int | float) else "–"
+    return f"{value:z.3f}".replace("-", "−") if isinstance(value, int | float) else "–"
 
 
 def markdown(cells: list[list[str]]) -> str:
