@@ -69,11 +69,13 @@ def export(name: str) -> None:
 
 
 def read(name: str) -> pd.DataFrame:
-    """What `export` wrote. `d` is √KL and `gain` the gold score less that of SFT, of the same trial."""
+    """What `export` wrote. `d` is √KL and `gain` the gold score less that of SFT, of the same trial: of best of n with
+    n = 1, the mean of many answers, where there is one, else of one answer to each prompt."""
     table = pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False, na_values={"gold": [""], "accuracy": [""]})
     keys = [str(column) for column in table if column not in [*KEPT, "accuracy"]]
-    start = table[table.family == "sft"].set_index(keys).gold.rename("start")
-    table = table.join(start, on=keys)
+    many = (table.family == "best_of_n") & (table.point.astype(str).isin(["1", "1.0"]))
+    start = table[many].set_index(keys).gold.combine_first(table[table.family == "sft"].set_index(keys).gold)
+    table = table.join(start.rename("start"), on=keys)
     return table.assign(d=np.sqrt(table.kl.clip(lower=0)), gain=table.gold - table.start)
 
 
@@ -140,9 +142,21 @@ def peak_place(rows: pd.DataFrame) -> float:
     return float(rows.d.iloc[int(rows.gain.to_numpy().argmax())]) if peak(rows) else 0.0
 
 
+def final(rows: pd.DataFrame) -> "pd.Series[Any]":
+    """The row of the last step, or of the most answers."""
+    return rows.iloc[int(rows.point.astype(float).to_numpy().argmax())]
+
+
 def last(rows: pd.DataFrame) -> float:
-    """The gain at the highest KL."""
-    return float(rows.gain.iloc[int(rows.d.to_numpy().argmax())])
+    """The gain of the last step, or of the most answers."""
+    return float(final(rows).gain)
+
+
+def below_peak(rows: pd.DataFrame) -> list[float]:
+    """For each seed of one reward model, the last gain less the one where the mean of the other seeds is highest: the
+    highest of a seed's own points is too high by chance."""
+    gains = rows.assign(point=rows.point.astype(float)).pivot(index="seed", columns="point", values="gain")
+    return [float(mine.iloc[-1] - mine[gains.drop(index=seed).mean().idxmax()]) for seed, mine in gains.iterrows()]
 
 
 def reward_models(table: pd.DataFrame) -> pd.DataFrame:
@@ -161,7 +175,7 @@ def gao_table(table: pd.DataFrame) -> str:
             f"{weights:g} million", f"{pairs:,}", cell(by_seed(rows, lambda r: r.accuracy.iloc[0])),
             cell(by_seed(bon, peak)), cell(by_seed(bon, peak_place)),
             cell(by_seed(ppo, peak)), cell(by_seed(ppo, peak_place)),
-            cell(by_seed(ppo, last)), cell(by_seed(ppo, lambda r: r.d.max()), ".1f"),
+            cell(by_seed(ppo, last)), cell(by_seed(ppo, lambda r: final(r).d), ".1f"),
         ])  # fmt: skip
     return markdown(cells)
 
@@ -188,22 +202,29 @@ def gao_slopes(table: pd.DataFrame) -> str:
     return markdown(cells)
 
 
+def same_gain(bon: pd.DataFrame, gain: float) -> float:
+    """The least √KL at which best of n has this gain, on the straight lines between its points; NaN: at none."""
+    bon = bon.sort_values("d")
+    return float(np.interp(gain, np.maximum.accumulate(bon.gain), bon.d, right=math.nan))
+
+
 def gao_peaks(table: pd.DataFrame) -> str:
     """How PPO's and best of n's gains differ: means over the reward models of a seed, then over the seeds."""
-    seeds = []
-    for _, trials in table.groupby("seed"):
-        found = []
-        for _, rows in trials.groupby("case"):
-            bon, ppo = (rows[rows.family == family] for family in FAMILIES)
-            found.append([
-                peak(ppo) - peak(bon), peak_place(ppo) - peak_place(bon), last(ppo) - peak(ppo), last(bon) - peak(bon)
-            ])  # fmt: skip
-        seeds.append(np.mean(found, axis=0))
-    labels = [
-        "highest gain, PPO less best of n", "its √KL, PPO less best of n", "PPO: gain at the end less the highest",
-        "best of n: gain with 128 less the highest",
-    ]  # fmt: skip
-    cells = [[label, cell(values, "+.2f")] for label, *values in zip(labels, *seeds, strict=True)]
+    found: dict[str, list[list[float]]] = {}
+    for _, rows in table.groupby("case"):
+        bon, ppo = (rows[rows.family == family] for family in FAMILIES)
+        trials = [(bon[bon.seed == seed], mine) for seed, mine in ppo.groupby("seed")]
+        for label, values in {
+            "highest gain, PPO less best of n": [peak(mine) - peak(other) for other, mine in trials],
+            "its √KL, PPO less best of n": [peak_place(mine) - peak_place(other) for other, mine in trials],
+            "√KL of PPO's highest gain, less best of n's with the same gain": [
+                peak_place(mine) - same_gain(other, peak(mine)) for other, mine in trials
+            ],
+            "PPO: gain at the end less the highest": below_peak(ppo),
+            "best of n: gain with 128 less the highest": below_peak(bon),
+        }.items():
+            found.setdefault(label, []).append(values)
+    cells = [[label, cell(np.nanmean(values, axis=0), "+.2f")] for label, values in found.items()]
     return markdown([["", "mean over the reward models"], *cells])
 
 
@@ -212,7 +233,7 @@ def leash_table(table: pd.DataFrame) -> str:
     the straight lines between its snapshots. At the end, and mean of the snapshots that both reach."""
     free = read("gao")
     cells = [
-        ["weights", "√KL at the end", "gain at the end", "less the gain without a penalty", "mean of all snapshots"]
+        ["weights", "√KL at the end", "gain at the end", "less the gain without a penalty", "mean of the snapshots"]
     ]
     for case, rows in table[table.family == "ppo"].groupby("case", sort=False):
         found = []
@@ -228,8 +249,8 @@ def leash_table(table: pd.DataFrame) -> str:
 
 
 def mean_path(rows: pd.DataFrame) -> tuple["pd.Series[float]", "pd.Series[float]"]:
-    """√KL and gain of each point, means of the seeds."""
-    means = rows.groupby("point")[["d", "gain"]].mean().sort_values("d")
+    """√KL and gain of each step or n in their order, means of the seeds."""
+    means = rows.assign(point=rows.point.astype(float)).groupby("point")[["d", "gain"]].mean()
     return means.d, means.gain
 
 
@@ -269,9 +290,8 @@ def gao_picture(table: pd.DataFrame) -> bytes:
                     label = f"{size:,}" if style == "-" else None
                     axes.plot(*mean_path(rows[rows.family == family]), style, color=colour, label=label)
             draw_optimum(axes, groups[-1][1], "gain")
-            axes.axhline(0, color=MUTED, linewidth=0.8)
             axes.set_title(title, fontsize=10, loc="left")
-            axes.legend(fontsize=8, loc="upper left")
+            axes.legend(fontsize=8, loc="lower center")
             label_axes(axes, "gold less SFT's" if axes is panels[0] else "", "√KL")
         return png(figure)
 
@@ -291,8 +311,8 @@ ENSEMBLES = {"one": ("one reward model", INK, ":")} | {
 
 def above_fewer(rows: pd.DataFrame) -> float:
     """The gain of the best of the most answers, less the highest of fewer, that of SFT included."""
-    fewer = rows[rows.d < rows.d.max()]
-    return last(rows) - peak(fewer)
+    points = rows.point.astype(float)
+    return last(rows) - peak(rows[points < points.max()])
 
 
 def ensembles_table(table: pd.DataFrame) -> str:
