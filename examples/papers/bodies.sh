@@ -1,20 +1,26 @@
 #!/bin/sh
 # Pretrained bodies for the reward models of gao.yaml and ensembles.yaml, below data/raw/ and under DVC. Each is an SFT
-# model of the demo, of another size or with another seed; all have the demo's tokenizer.
+# model of the demo, of another size or with another seed; all have the demo's tokenizer. Three minutes each; when
+# stopped, the same command continues.
 #   sh examples/papers/bodies.sh
 #   git add data/raw/*.dvc data/raw/.gitignore && git commit --message "Bodies of the reward models"
 set -e
+
+changed="params.yaml dvc.lock metrics"
+git diff --quiet HEAD -- $changed || { echo "commit or undo your changes of $changed first" >&2; exit 2; }
+trap 'git checkout --quiet HEAD -- $changed' EXIT
+trap 'exit 130' INT TERM
 
 body() {
     name=$1
     shift
     [ -e "data/raw/$name.dvc" ] && return
     echo "$name"
-    dvc exp run --quiet --name "$name" "$@" sft
+    dvc --wait-for-lock exp run "$@" sft
     rm -rf "data/raw/$name"
     cp -r models/sft "data/raw/$name"
-    dvc add --quiet "data/raw/$name"
-    git checkout --quiet params.yaml dvc.lock metrics
+    dvc --wait-for-lock add "data/raw/$name"
+    git checkout --quiet HEAD -- $changed
 }
 
 size() {
