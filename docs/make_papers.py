@@ -152,11 +152,12 @@ def last(rows: pd.DataFrame) -> float:
     return float(final(rows).gain)
 
 
-def below_peak(rows: pd.DataFrame) -> list[float]:
-    """For each seed of one reward model, the last gain less the one where the mean of the other seeds is highest: the
-    highest of a seed's own points is too high by chance."""
+def above_before(rows: pd.DataFrame) -> list[float]:
+    """For each seed of one setting, the last gain less the one before it where the mean of the other seeds is highest:
+    the highest of a seed's own points is too high by chance."""
     gains = rows.assign(point=rows.point.astype(float)).pivot(index="seed", columns="point", values="gain")
-    return [float(mine.iloc[-1] - mine[gains.drop(index=seed).mean().idxmax()]) for seed, mine in gains.iterrows()]
+    before = gains.iloc[:, :-1]
+    return [float(mine.iloc[-1] - mine[before.drop(index=seed).mean().idxmax()]) for seed, mine in gains.iterrows()]
 
 
 def reward_models(table: pd.DataFrame) -> pd.DataFrame:
@@ -220,8 +221,8 @@ def gao_peaks(table: pd.DataFrame) -> str:
             "√KL of PPO's highest gain, less best of n's with the same gain": [
                 peak_place(mine) - same_gain(other, peak(mine)) for other, mine in trials
             ],
-            "PPO: gain at the end less the highest": below_peak(ppo),
-            "best of n: gain with 128 less the highest": below_peak(bon),
+            "PPO: gain at the end less the highest before": above_before(ppo),
+            "best of n: gain with 128 less the highest of fewer": above_before(bon),
         }.items():
             found.setdefault(label, []).append(values)
     cells = [[label, cell(np.nanmean(values, axis=0), "+.2f")] for label, values in found.items()]
@@ -309,12 +310,6 @@ ENSEMBLES = {"one": ("one reward model", INK, ":")} | {
 """Label, colour and line of each case."""
 
 
-def above_fewer(rows: pd.DataFrame) -> float:
-    """The gain of the best of the most answers, less the highest of fewer, that of SFT included."""
-    points = rows.point.astype(float)
-    return last(rows) - peak(rows[points < points.max()])
-
-
 def ensembles_table(table: pd.DataFrame) -> str:
     """A row for each case."""
     cells = [["reward", "best of 128: gain", "less the highest of fewer", "PPO: highest gain", "gain at the end",
@@ -328,7 +323,7 @@ def ensembles_table(table: pd.DataFrame) -> str:
         ends = by_seed(ppo, last)
         differences = [mine - other for mine, other in zip(ends, alone, strict=True)]
         cells.append([
-            label, cell(by_seed(bon, last)), cell(by_seed(bon, above_fewer), "+.2f"), cell(by_seed(ppo, peak)),
+            label, cell(by_seed(bon, last)), cell(above_before(bon), "+.2f"), cell(by_seed(ppo, peak)),
             cell(ends), "–" if case == "one" else cell(differences, "+.2f"),
         ])  # fmt: skip
     return markdown(cells)
@@ -349,7 +344,7 @@ def ensembles_bodies(table: pd.DataFrame) -> str:
         ):  # fmt: skip
             mine, other = (by_seed(rows[rows.family == family], value) for rows in (own, one))
             cells[-1].append(cell([a - b for a, b in zip(mine, other, strict=True)], form))
-    return markdown(cells)
+    return markdown(cells) if len(cells) > 1 else ""
 
 
 def ensembles_picture(table: pd.DataFrame) -> bytes:

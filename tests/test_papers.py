@@ -205,9 +205,35 @@ def test_highest_gains_are_compared_over_the_reward_models_of_a_seed(papers: Mod
     lines = papers.gao_peaks(table[table.seed < 3]).splitlines()[2:]
     assert [line.split("|")[2].split()[0] for line in lines] == ["−0.40", "+0.50", "+0.77", "−0.70", "−0.40"]
     ppo = table[(table.case == "1m-1000") & (table.family == "ppo")]
-    assert papers.below_peak(ppo) == pytest.approx([-0.6, -0.6, -0.6])
+    assert papers.above_before(ppo) == pytest.approx([-0.6, -0.6, -0.6])
     assert "| 0.40 (0.40 to 0.40) | 2.0 (2.0 to 2.0) |" in papers.gao_table(table)
     assert math.isnan(papers.same_gain(table[table.family == "best_of_n"], 1.6))
+
+
+def test_a_setting_without_all_its_seeds_is_left_out(
+    papers: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two cases of two seeds; a trial of the second has not finished."""
+    trials = [
+        SimpleNamespace(name=f"{case}-{seed}", setting=(("case", case),), params={"seed": seed})
+        for case in ("whole", "begun") for seed in (1, 2)
+    ]  # fmt: skip
+    files = {
+        "metrics/reward.json": b'{"heldout_accuracy": 0.75}',
+        "metrics/evaluate.json": b'{"optimum": [{"beta": 0.1, "kl": 2.0, "gold": 1.5, "reward": 3.0}]}',
+        "plots/frontier.csv": b"family,point,kl,gold,reward\nsft,0,0.0,0.5,1.0\nppo,24,1.0,1.25,2.0\n",
+    }
+    monkeypatch.setattr(papers, "read_study", lambda *_: ("gao", None))
+    monkeypatch.setattr(papers, "find", lambda *_: SimpleNamespace(trials=trials, commit="c"))
+    monkeypatch.setattr(papers.isolated, "find", lambda _root, _commit, name: None if name == "begun-2" else name)
+    monkeypatch.setattr(papers, "read_results", lambda *_: files)
+    papers.export("gao")
+    table = papers.read("gao")
+    assert [tuple(row) for row in table[["case", "seed", "family", "gain"]].itertuples(index=False)] == [
+        ("whole", seed, family, gain)
+        for seed in (1, 2) for family, gain in (("sft", 0.0), ("ppo", 0.75), ("optimum", 1.0))
+    ]  # fmt: skip
+    assert capsys.readouterr().out == "begun-2 is not finished: its setting is left out\n"
 
 
 def test_the_leaderboard_has_the_scores_of_its_study() -> None:
