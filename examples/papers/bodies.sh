@@ -1,15 +1,16 @@
 #!/bin/sh
 # Pretrained bodies for the reward models of gao.yaml and ensembles.yaml, below data/raw/ and under DVC. Each is an SFT
-# model of the demo, of another size or with another seed; all have the demo's tokenizer. Three minutes each; when
-# stopped, the same command continues.
+# model of the demo, of another size or with another seed; all have the demo's tokenizer. Three to five minutes
+# each; when stopped, the same command continues. Do not edit params.yaml meanwhile.
 #   sh examples/papers/bodies.sh
 #   git add data/raw/*.dvc data/raw/.gitignore && git commit --message "Bodies of the reward models"
 set -e
+cd "$(dirname "$0")/../.."
 
 changed="params.yaml dvc.lock metrics"
 git diff --quiet HEAD -- $changed || { echo "commit or undo your changes of $changed first" >&2; exit 2; }
 trap 'git checkout --quiet HEAD -- $changed' EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' HUP INT TERM
 
 body() {
     name=$1
