@@ -210,7 +210,8 @@ def same_gain(bon: pd.DataFrame, gain: float) -> float:
 
 
 def gao_peaks(table: pd.DataFrame) -> str:
-    """How PPO's and best of n's gains differ: means over the reward models of a seed, then over the seeds."""
+    """How PPO's and best of n's gains differ: means over the reward models of a seed, then over the seeds.
+    Where best of n never has PPO's highest gain, the row of the same gain leaves the trial out."""
     found: dict[str, list[list[float]]] = {}
     for _, rows in table.groupby("case"):
         bon, ppo = (rows[rows.family == family] for family in FAMILIES)
@@ -240,9 +241,9 @@ def leash_table(table: pd.DataFrame) -> str:
         found = []
         for seed, mine in rows.groupby("seed"):
             other = free[(free.case == case) & (free.seed == seed) & (free.family == "ppo")].sort_values("d")
-            mine = mine.sort_values("point", key=lambda steps: steps.astype(float))
+            end = final(mine)
             less = mine.gain - np.interp(mine.d, other.d, other.gain, left=math.nan, right=math.nan)
-            found.append([mine.d.iloc[-1], mine.gain.iloc[-1], less.iloc[-1], less.mean()])
+            found.append([end.d, end.gain, less[end.name], less.mean()])
         forms = (".1f", ".2f", "+.2f", "+.2f")
         columns = zip(zip(*found, strict=True), forms, strict=True)
         cells.append([f"{str(case).partition('m-')[0]} million", *(cell(values, form) for values, form in columns)])

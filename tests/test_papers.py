@@ -205,6 +205,7 @@ def test_highest_gains_are_compared_over_the_reward_models_of_a_seed(papers: Mod
     lines = papers.gao_peaks(table[table.seed < 3]).splitlines()[2:]
     assert [line.split("|")[2].split()[0] for line in lines] == ["−0.40", "+0.50", "+0.77", "−0.70", "−0.40"]
     ppo = table[(table.case == "1m-1000") & (table.family == "ppo")]
+    assert list(papers.mean_path(ppo)[0]) == [1.5, 2.5, 2.0], "in the order of the steps"
     assert papers.above_before(ppo) == pytest.approx([-0.6, -0.6, -0.6])
     assert "| 0.40 (0.40 to 0.40) | 2.0 (2.0 to 2.0) |" in papers.gao_table(table)
     assert math.isnan(papers.same_gain(table[table.family == "best_of_n"], 1.6))
