@@ -15,8 +15,9 @@ import numpy as np
 from rlhf_core.config.precision import Precision
 from rlhf_core.data.chat import Conversation, canonical
 from rlhf_core.errors import UserError
-from tasks.datasets.jsonl import Row, brief, iter_jsonl
+from tasks.datasets.jsonl import LONE_SURROGATE, Row, brief
 from tasks.datasets.sources.example import Example
+from tasks.datasets.sources.formats import read_rows
 from tasks.datasets.sources.shapes import normalise
 from tasks.params.loader import read_yaml
 from tasks.stage.progress import Progress
@@ -98,7 +99,7 @@ def _examples(path: Path) -> list[tuple[Example, bool]]:
     of them. Raises UserError naming file and row."""
     rows: list[tuple[int, Row]] = []
     ended: list[bool] = []
-    for number, row in iter_jsonl(path, allow_halves=False):
+    for number, row in read_rows(path):
         given = [row]
         if "responses" in row:
             texts = row["responses"]
@@ -112,6 +113,8 @@ def _examples(path: Path) -> list[tuple[Example, bool]]:
     for example in examples:
         if example.broken or not example.opening or not example.answers:
             raise UserError(f"{path}, row {example.row}: expected a prompt that ends with the user, and its answers")
+        if LONE_SURROGATE.search("".join([*(turn["content"] for turn in example.prompt), *example.answers])):
+            raise UserError(f"{path}, row {example.row}: half a surrogate pair in a text; correct the row or remove it")
     return list(zip(examples, ended, strict=True))
 
 

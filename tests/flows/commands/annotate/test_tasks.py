@@ -1,8 +1,13 @@
 """What is asked: the shapes of files, and which answers are compared."""
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
 import pytest
 
 from flows.commands.annotate.tasks import first_tasks, read_gold, read_tasks, shown_order, shuffled
@@ -49,9 +54,29 @@ def test_shapes_of_a_file(tmp_path: Path, rows: list[dict[str, Any]], size: int,
     assert [task.answers for task in read_tasks(write_rows(tmp_path / "own.jsonl", rows), size)] == answers
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl.gz", ".json"])
+def test_formats_of_a_file_are_those_of_import(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"own{suffix}"
+    columns = {"prompt": ["p", "q"], "chosen": ["a", "c"], "rejected": ["b", "d"]}
+    table = pyarrow.table(columns)
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    elif suffix == ".json":
+        path.write_text(json.dumps(table.to_pylist()))
+    else:
+        path.write_bytes(gzip.compress(write_rows(tmp_path / "rows.jsonl", table.to_pylist()).read_bytes()))
+    assert [task.answers for task in read_tasks(path, 2)] == [("a", "b"), ("c", "d")]
+    assert [task.right for task in read_gold(path)] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
+        ([{"prompt": "p", "responses": ["a", "b"]}, {"prompt": "p", "responses": ["a\ud800", "b"]}],
+         "row 2: half a surrogate pair"),
+        ([{"prompt": "p\ud800", "responses": ["a", "b"]}], "row 1: half a surrogate pair"),
         ([{"prompt": "p", "responses": ["a", "a"]}], "no prompt has two different answers"),
         ([{"prompt": "p", "responses": "ab"}], "row 1: responses: expected a list of texts"),
         ([{"prompt": "p", "response": "a"}, {"prompt": "p"}], "row 2: missing column response"),
@@ -61,7 +86,7 @@ def test_shapes_of_a_file(tmp_path: Path, rows: list[dict[str, Any]], size: int,
         ([{"prompt": [{"role": "assistant", "content": "x"}], "responses": ["a", "b"]}], "row 1: expected a prompt"),
         ([], "no rows, so there is nothing to compare"),
     ],
-)
+)  # fmt: skip
 def test_bad_files_are_one_line(tmp_path: Path, rows: list[dict[str, Any]], words: str) -> None:
     with pytest.raises(UserError) as caught:
         read_tasks(write_rows(tmp_path / "own.jsonl", rows), 2)
