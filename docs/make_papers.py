@@ -38,6 +38,9 @@ KEPT = ["family", "point", "kl", "gold", "reward"]
 """Columns of plots/frontier.csv: a model or snapshot, its n or step, KL to SFT in nats, and mean scores on the held-out
 prompts. Rows of the family `optimum` are from metrics/evaluate.json, with their β as `point`."""
 
+MORE = {"ensembles": ("ensembles-rules",)}
+"""Of a study that is longer than an evening: the others with its other cases."""
+
 
 def export(name: str) -> None:
     """Write docs/papers/NAME.csv: a row for each point of the frontier of each trial. It has the setting and seed of
@@ -71,7 +74,9 @@ def export(name: str) -> None:
 def read(name: str) -> pd.DataFrame:
     """What `export` wrote. `d` is √KL and `gain` the gold score less that of SFT, of the same trial: of best of n with
     n = 1, the mean of many answers, where there is one, else of one answer to each prompt."""
-    table = pd.read_csv(FOLDER / f"{name}.csv", keep_default_na=False, na_values={"gold": [""], "accuracy": [""]})
+    files = filter(Path.is_file, (FOLDER / f"{part}.csv" for part in (name, *MORE.get(name, ()))))
+    missing = {"gold": [""], "accuracy": [""]}
+    table = pd.concat([pd.read_csv(file, keep_default_na=False, na_values=missing) for file in files])
     keys = [str(column) for column in table if column not in [*KEPT, "accuracy"]]
     many = (table.family == "best_of_n") & (table.point.astype(str).isin(["1", "1.0"]))
     start = table[many].set_index(keys).gold.combine_first(table[table.family == "sft"].set_index(keys).gold)

@@ -54,7 +54,8 @@ def home(toy: Callable[..., Path]) -> Path:
     {
         "gao": 21,
         "gao-leash": 6,
-        "ensembles": 35,
+        "ensembles": 15,
+        "ensembles-rules": 20,
         "xu": 12,
         "xu-tuning": 3,
         "ahmadian": 10,
