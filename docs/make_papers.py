@@ -157,12 +157,17 @@ def last(rows: pd.DataFrame) -> float:
     return float(final(rows).gain)
 
 
-def above_before(rows: pd.DataFrame) -> list[float]:
-    """For each seed of one setting, the last gain less the one before it where the mean of the other seeds is highest:
+def highest_before(rows: pd.DataFrame) -> list[float]:
+    """For each seed of one setting, the gain where the mean of the other seeds is highest, of all points but the last:
     the highest of a seed's own points is too high by chance."""
     gains = rows.assign(point=rows.point.astype(float)).pivot(index="seed", columns="point", values="gain")
     before = gains.iloc[:, :-1]
-    return [float(mine.iloc[-1] - mine[before.drop(index=seed).mean().idxmax()]) for seed, mine in gains.iterrows()]
+    return [float(mine[before.drop(index=seed).mean().idxmax()]) for seed, mine in before.iterrows()]
+
+
+def above_before(rows: pd.DataFrame) -> list[float]:
+    """For each seed, the last gain less `highest_before`."""
+    return [end - before for end, before in zip(by_seed(rows, last), highest_before(rows), strict=True)]
 
 
 def reward_models(table: pd.DataFrame) -> pd.DataFrame:
@@ -329,8 +334,8 @@ def ensembles_table(table: pd.DataFrame) -> str:
         ends = by_seed(ppo, last)
         differences = [mine - other for mine, other in zip(ends, alone, strict=True)]
         cells.append([
-            label, cell(by_seed(bon, last)), cell(above_before(bon), "+.2f"), cell(by_seed(ppo, peak)),
-            cell(ends), "–" if case == "one" else cell(differences, "+.2f"),
+            label, cell(by_seed(bon, last)), cell(above_before(bon), "+.2f"), cell(highest_before(ppo)), cell(ends),
+            "–" if case == "one" else cell(differences, "+.2f"),
         ])  # fmt: skip
     return markdown(cells)
 
@@ -344,11 +349,12 @@ def ensembles_bodies(table: pd.DataFrame) -> str:
         if not (len(one) and len(own)):
             continue
         cells.append([label])
-        for family, value, form in (
-            ("sft", lambda rows: rows.accuracy.iloc[0], "+.3f"), ("best_of_n", last, "+.2f"), ("ppo", peak, "+.2f"),
-            ("ppo", last, "+.2f"),
+        for family, values, form in (
+            ("sft", lambda rows: by_seed(rows, lambda row: row.accuracy.iloc[0]), "+.3f"),
+            ("best_of_n", lambda rows: by_seed(rows, last), "+.2f"), ("ppo", highest_before, "+.2f"),
+            ("ppo", lambda rows: by_seed(rows, last), "+.2f"),
         ):  # fmt: skip
-            mine, other = (by_seed(rows[rows.family == family], value) for rows in (own, one))
+            mine, other = (values(rows[rows.family == family]) for rows in (own, one))
             cells[-1].append(cell([a - b for a, b in zip(mine, other, strict=True)], form))
     return markdown(cells) if len(cells) > 1 else ""
 

@@ -151,12 +151,14 @@ def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
 
 def test_ensembles_are_compared_with_one_reward_model_and_own_bodies_with_one_body(papers: ModuleType) -> None:
     """At the end the lowest of four is 0.25 above one reward model on one body, and 0.5 on bodies of their own. Best of
-    128 loses 0.3 of its highest gain with one reward model, and gains 0.2 with four."""
+    128 loses 0.3 of its highest gain with one reward model, and gains 0.2 with four. PPO's step 4 is the highest of the
+    other seeds for seed 1, whose own is step 20, and step 20 for seeds 2 and 3."""
     rows = []
     for case, seed in itertools.product(("one", "one-body-min", "own-bodies-min"), (1, 2, 3)):
         setting = {"case": case, "seed": seed}
         end = -1.0 + seed + {"one": 0, "one-body-min": 0.25, "own-bodies-min": 0.5}[case]
         rows += [point("sft", 0, 0.0, seed, **setting), point("ppo", 4, 1.0, seed + 4.0, **setting)]
+        rows += [point("ppo", 20, 5.0, seed + (4.5 if seed == 1 else 3.8), **setting)]
         rows += [point("ppo", 45, 9.0, seed + end, **setting)]
         for n, kl, gain in ((1, 0.0, 0.1), (16, 1.8, 1.0), (128, 3.9, 0.7 if case == "one" else 1.2)):
             rows.append(point("best_of_n", n, kl, seed + gain, **setting))
@@ -169,7 +171,8 @@ def test_ensembles_are_compared_with_one_reward_model_and_own_bodies_with_one_bo
     assert {name: row[3].split()[0] for name, row in found.items()} == {
         "one reward model": "−0.30", "four, one body: lowest": "+0.20", "four, own bodies: lowest": "+0.20",
     }  # fmt: skip
-    assert {row[4].split()[0] for row in found.values()} == {"3.90"}, "less the mean of best of 1"
+    highest = f"{(4.0 + 3.8 + 3.8) / 3 - 0.1:.2f}"
+    assert {row[4].split()[0] for row in found.values()} == {highest}, "less the mean of best of 1"
     assert [row[6].split()[0] for row in found.values()] == ["–", "+0.25", "+0.50"]
     (bodies,) = papers.ensembles_bodies(table).splitlines()[2:]
     assert [text.split()[0] for text in bodies.split("|")[1:-1]] == ["lowest", "+0.000", "+0.00", "+0.00", "+0.25"]
