@@ -172,6 +172,12 @@ class Project:
         block[last] = value
         YAML().dump(content, self.root / "params.yaml")
 
+    def evaluate_little(self) -> None:
+        """One answer to each of eight held-out prompts, of the models alone: for tests of something else."""
+        little = {"max_prompts": 8, "seeds": [1], "snapshots": 0, "interpolation": [], "optimum_samples": 0}
+        for name, value in little.items():
+            self.set(f"evaluate.{name}", value)
+
     def use_files(self) -> None:
         """Read data/raw/set instead of the demo's data; no judge, no tracking, and both checks have run."""
         for name in ("check", "check_data"):
@@ -464,6 +470,7 @@ def leash(tmp_path: Path) -> Callable[..., "subprocess.Popen[str]"]:
 
     def start(folder: Path, *arguments: str, api: str | None = None) -> "subprocess.Popen[str]":
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT_API", "MLFLOW"))}
+        env |= RECORDED
         env["PYTHONPATH"] = str(Path(flows.__file__).parent.parent)
         env["PREFECT_HOME"] = str(tmp_path / "prefect")
         if api:

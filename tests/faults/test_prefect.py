@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rlhf_core.locks import holder
-from tests.conftest import ROOT, clean_environment
+from tests.conftest import RECORDED, ROOT, clean_environment
 from tests.faults.conftest import log_of, until
 
 Toy = Callable[..., Path]
@@ -48,8 +48,8 @@ def running(toy: Toy, tmp_path: Path) -> Iterator[Callable[..., tuple[Path, Any,
         places = {"PYTHONPATH": str(ROOT), "PREFECT_HOME": str(tmp_path / "prefect")}
         process = subprocess.Popen(
             [sys.executable, "-m", "flows.cli", "run", "--retry-delay", "0.1"], cwd=root,
-            env=clean_environment() | places | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            env=clean_environment() | RECORDED | places | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True, start_new_session=True,
         )  # fmt: skip
         started.append(psutil.Process(process.pid))
         until(lambda: "one begin" in log_of(root) or process.poll() is not None)

@@ -18,6 +18,7 @@ from flows.pipeline import pipeline
 from flows.stages import PipelineFailed
 from rlhf_core.errors import UserError
 from rlhf_core.locks import FileLock
+from tests.conftest import RECORDED
 from tests.faults.conftest import log_of, until
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ def test_outputs_deleted_or_edited_by_hand(driver_name: str, finished: "Project"
     if driver_name == "dvc":
         assert finished.repro() == []
     else:
-        done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api)
+        done = finished.run(sys.executable, "-m", "flows.cli", "run", PREFECT_API_URL=prefect_api, **RECORDED)
         assert done.returncode == 0, done.stdout + done.stderr
         table = [line.split() for line in done.stdout.partition("stage ")[2].splitlines()]
         assert [row[0] for row in table if row[1:2] == ["restored"]] == [

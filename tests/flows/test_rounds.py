@@ -68,14 +68,7 @@ def killed_in_the_middle(project: Project) -> None:
 def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(finished: Project, tmp_path: Path) -> None:
     for name in ("best_of_n", "rejection_sft", "dpo", "rloo"):
         finished.set(f"{name}.enabled", False)
-    for name, value in {
-        "max_prompts": 8,
-        "seeds": [1],
-        "snapshots": 0,
-        "interpolation": [],
-        "optimum_samples": 0,
-    }.items():
-        finished.set(f"evaluate.{name}", value)
+    finished.evaluate_little()
     finished.set("runtime.tracking", False)
     finished.repro()
     first = pairs_by_round(finished)

@@ -19,7 +19,7 @@ from flows.commands.study.study import Study
 from flows.commands.study.trials import Call, Space, Trial, read_params
 from rlhf_core.errors import UserError
 from tasks.records.recorded import read_results
-from tests.conftest import call, clean_environment
+from tests.conftest import RECORDED, call, clean_environment
 from tests.faults.conftest import until
 from tests.flows.commands.study.conftest import experiments, log
 
@@ -33,7 +33,7 @@ def study(home: Path, prefect_api: str) -> Callable[..., "subprocess.Popen[str]"
 
     def start(*words: str) -> "subprocess.Popen[str]":
         code = str(Path(flows.__file__).parents[1])
-        env = clean_environment() | {"PREFECT_API_URL": prefect_api, "PYTHONPATH": code}
+        env = clean_environment() | RECORDED | {"PREFECT_API_URL": prefect_api, "PYTHONPATH": code}
         command = [sys.executable, "-m", "flows.cli", "study", *words]
         return subprocess.Popen(command, cwd=home, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 start_new_session=True)  # fmt: skip
@@ -233,6 +233,10 @@ def test_another_study_of_this_name_is_refused(
 @pytest.mark.slow
 def test_the_tiny_pipeline(finished: "Project", prefect_api: str) -> None:
     """Two β. SFT comes from DVC's cache; the results are in DVC, MLflow and the tables."""
+    finished.evaluate_little()
+    call(
+        finished.root, "git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--all", "-m", "little"
+    )
     words = ("-S", "ppo.kl.coef=0.05,0.2", "--methods", "ppo", "--name", "betas", "--objective", "gold_policy")
     command = [sys.executable, "-m", "flows.cli", "study", *words, "--jobs", "2"]
     before = finished.run("git", "status", "--porcelain").stdout
