@@ -76,7 +76,9 @@ def read(name: str) -> pd.DataFrame:
     n = 1, the mean of many answers, where there is one, else of one answer to each prompt."""
     files = filter(Path.is_file, (FOLDER / f"{part}.csv" for part in (name, *MORE.get(name, ()))))
     missing = {"gold": [""], "accuracy": [""]}
-    table = pd.concat([pd.read_csv(file, keep_default_na=False, na_values=missing) for file in files])
+    table = pd.concat(
+        [pd.read_csv(file, keep_default_na=False, na_values=missing) for file in files], ignore_index=True
+    )
     keys = [str(column) for column in table if column not in [*KEPT, "accuracy"]]
     many = (table.family == "best_of_n") & (table.point.astype(str).isin(["1", "1.0"]))
     start = table[many].set_index(keys).gold.combine_first(table[table.family == "sft"].set_index(keys).gold)
@@ -350,9 +352,9 @@ def ensembles_bodies(table: pd.DataFrame) -> str:
             continue
         cells.append([label])
         for family, values, form in (
-            ("sft", lambda rows: by_seed(rows, lambda row: row.accuracy.iloc[0]), "+.3f"),
-            ("best_of_n", lambda rows: by_seed(rows, last), "+.2f"), ("ppo", highest_before, "+.2f"),
-            ("ppo", lambda rows: by_seed(rows, last), "+.2f"),
+            ("sft", partial(by_seed, value=lambda rows: rows.accuracy.iloc[0]), "+.3f"),
+            ("best_of_n", partial(by_seed, value=last), "+.2f"), ("ppo", highest_before, "+.2f"),
+            ("ppo", partial(by_seed, value=last), "+.2f"),
         ):  # fmt: skip
             mine, other = (values(rows[rows.family == family]) for rows in (own, one))
             cells[-1].append(cell([a - b for a, b in zip(mine, other, strict=True)], form))
