@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -156,6 +156,11 @@ class Project:
         """`dvc repro`; the stages that it ran, in order. `RECORDED` unless the environment says otherwise."""
         said = self.dvc("repro", **RECORDED | environment).stdout.splitlines()
         return [line.split("'")[1] for line in said if line.startswith("Running stage '")]
+
+    def stale(self) -> set[str]:
+        """The stages that `dvc repro` would run, by `dvc status`, without those whose inputs they make again."""
+        said = self.dvc("status").stdout.splitlines()
+        return {line.removesuffix(":") for line in said if line.endswith(":") and not line.startswith("\t")}
 
     def params(self) -> dict[str, Any]:
         """params.yaml as it is."""
@@ -342,6 +347,19 @@ def stage_main(
     """`python -m tasks <stage>` within this process, with the code of the checkout under test; `RECORDED`."""
     monkeypatch.setenv(HOLD_VARIABLE, "1")
     return lambda project, stage: in_process(project.root, lambda: run_stage([stage]))
+
+
+@pytest.fixture
+def run_stages(stage_main: Callable[[Project, str], Ended]) -> Callable[[Project, Iterable[str]], None]:
+    """Runs stages to their good ends within this process, in a fraction of the time of `dvc repro`. After all of them,
+    `dvc commit --force` records them as DVC would have."""
+
+    def run(project: Project, stages: Iterable[str]) -> None:
+        for stage in stages:
+            ended = stage_main(project, stage)
+            assert ended.code == 0, f"{stage}: {ended.stderr}"
+
+    return run
 
 
 WORKER = """

@@ -18,9 +18,9 @@ from tasks.params.stages import STAGES
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.conftest import Ended, Project
+    from tests.conftest import Project
 
-Main = Callable[["Project", str], "Ended"]
+Run = Callable[["Project", Iterable[str]], None]
 
 pytestmark = pytest.mark.slow
 SHORT = "def score(prompts, responses, rows):\n    return [-len(response) for response in responses]\n"
@@ -49,22 +49,16 @@ def page(project: "Project") -> str:
     return re.sub("<[^>]*>", " ", (project.root / "report/index.html").read_text(encoding="utf-8"))
 
 
-def run_stages(project: "Project", stage_main: Main, stages: Iterable[str]) -> None:
-    """These stages within this process."""
-    for stage in stages:
-        ended = stage_main(project, stage)
-        assert ended.code == 0, f"{stage}: {ended.stderr}"
-
-
 def terms_of(figures: dict[str, Any]) -> dict[str, float]:
     return {name: figures[f"reward/{name}"] for name in ("exact.py", "short.py")}
 
 
-def test_functions_alone(project: "Project") -> None:
+def test_functions_alone(project: "Project", run_stages: Run) -> None:
     use_sums(project)
+    project.evaluate_little()
     project.set("scorer", [{"term": "exact.py", "weight": 1.0}, {"term": "short.py", "weight": 0.1}])
-    first = project.repro()
-    assert {"ppo", "rloo", "best_of_n", "rejection_sft", "evaluate", "report"} <= set(first)
+    run_stages(project, STAGES)
+    project.dvc("commit", "--force")
     assert project.json("metrics/preferences.json") == project.json("metrics/reward.json") == {"enabled": False}
     assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md"}
     assert project.rows("data/preferences/preferences.jsonl") == []
@@ -94,15 +88,13 @@ def test_functions_alone(project: "Project") -> None:
     assert project.repro() == []
     with (project.root / "rewards/short.py").open("a") as file:
         file.write("\n# a remark\n")
-    said = project.dvc("status").stdout.splitlines()
-    stale = {line.removesuffix(":") for line in said if line.endswith(":") and not line.startswith("\t")}
-    assert stale == {"check", "ppo", "select", *BY_NAME, "evaluate"} - {"dpo", "ipo"}
+    assert project.stale() == {"check", "ppo", "select", *BY_NAME, "evaluate"} - {"dpo", "ipo"}
 
 
-def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "Project") -> None:
+def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "Project", run_stages: Run) -> None:
     use_sums(project)
     project.set("scorer", [{"term": "exact.py", "weight": 1.0}])
-    project.dvc("repro", "sft", "reward")
+    run_stages(project, ("check", "check_data", "ingest", "base", "sft", "preferences", "reward"))
     text = "def score(prompts, responses, rows):\n    return [row['anser'] for row in rows]\n"
     (project.root / "rewards/exact.py").write_text(text)
     before = project.outputs()
@@ -115,16 +107,15 @@ def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "
     assert project.outputs() == before
 
 
-def test_a_function_beside_the_reward_model(finished: "Project", stage_main: Main) -> None:
+def test_a_function_beside_the_reward_model(finished: "Project", run_stages: Run) -> None:
     """On the demo, whose judge decides the wins."""
     project = finished
+    project.evaluate_little()
     (project.root / "rewards/short.py").write_text(SHORT)
     project.set("scorer", [{"term": "reward_model", "weight": 1.0}, {"term": "short.py", "weight": 0.02}])
     project.set("ppo.critic.init", "sft")
     project.set("runtime.tracking", False)
-    run_stages(
-        project, stage_main, ("check", "ppo", "select", "best_of_n", "rejection_sft", "rloo", "evaluate", "report")
-    )
+    run_stages(project, ("check", "ppo", "select", "best_of_n", "rejection_sft", "rloo", "evaluate", "report"))
     assert project.json("metrics/reward.json")["heldout_pairs"] > 0
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scores"
@@ -145,7 +136,7 @@ def use_arithmetic(project: "Project", **small: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_arithmetic_example_in_a_small_version(project: "Project", stage_main: Main) -> None:
+def test_the_arithmetic_example_in_a_small_version(project: "Project", run_stages: Run) -> None:
     """Every model has a rate of right answers with its interval, and each digit is one token."""
     small = {
         "sft.epochs": 1,
@@ -157,7 +148,7 @@ def test_the_arithmetic_example_in_a_small_version(project: "Project", stage_mai
         "evaluate.bootstrap": 100,
     }
     use_arithmetic(project, **small)
-    run_stages(project, stage_main, STAGES)
+    run_stages(project, STAGES)
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scorer"
     for name in ("sft", "policy", "grpo"):

@@ -2,7 +2,7 @@
 tokenizer of its kind."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from tests.architectures.kinds import KINDS
 from tests.architectures.zoo import GROUPED
 
 if TYPE_CHECKING:
-    from tests.conftest import Ended, Project
+    from tests.conftest import Project
 
-Main = Callable[["Project", str], "Ended"]
+Run = Callable[["Project", Iterable[str]], None]
 
 pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {
@@ -56,14 +56,7 @@ def use_example(project: "Project", name: str, rows: list[dict[str, Any]], chang
     tokenizer.save_pretrained(folder)
 
 
-def run_stages(project: "Project", stage_main: Main) -> None:
-    """All of them within this process, in the order of dvc.yaml."""
-    for stage in STAGES:
-        ended = stage_main(project, stage)
-        assert ended.code == 0, f"{stage}: {ended.stderr}"
-
-
-def test_sentiment(project: "Project", stage_main: Main) -> None:
+def test_sentiment(project: "Project", run_stages: Run) -> None:
     words = {"dull": -1.5, "plain": 0.2, "fine": 1.0, "wonderful": 2.5}
     rows = [
         {"text": f"The {second} {first} is {word} to me.", "score": value + len(first) / 100}
@@ -74,7 +67,7 @@ def test_sentiment(project: "Project", stage_main: Main) -> None:
         )
     ]
     use_example(project, "smollm2-sentiment", rows, {"dpo": {"enabled": True, "lora": {"rank": 2}, "max_tokens": 72}})
-    run_stages(project, stage_main)
+    run_stages(project, STAGES)
     reward = project.json("metrics/reward.json")
     assert reward["train_ratings"] + reward["heldout_ratings"] <= len(rows)
     assert -1 <= reward["reward_rating_spearman"] <= 1
@@ -85,7 +78,7 @@ def test_sentiment(project: "Project", stage_main: Main) -> None:
     assert evaluate["optimum"]
 
 
-def test_chat(project: "Project", stage_main: Main) -> None:
+def test_chat(project: "Project", run_stages: Run) -> None:
     rows = [
         {
             "prompt": f"\n\nHuman: How do I {verb} {thing}?\n\nAssistant:",
@@ -96,7 +89,7 @@ def test_chat(project: "Project", stage_main: Main) -> None:
     ]
     use_example(project, "smollm2-chat", rows, {"reward.batch_size": 4, "ppo.max_new_tokens": 8})
     project.set("evaluate.max_new_tokens", 8)
-    run_stages(project, stage_main)
+    run_stages(project, STAGES)
     assert project.json("metrics/sft.json") == {"enabled": False}
     reward = project.json("metrics/reward.json")
     assert {"length_accuracy", "words_accuracy", "judge_accuracy"} <= set(reward)
@@ -105,13 +98,13 @@ def test_chat(project: "Project", stage_main: Main) -> None:
     assert evaluate["models"]["policy"]["win_rate_controlled"] is not None
 
 
-def test_short(project: "Project", stage_main: Main) -> None:
+def test_short(project: "Project", run_stages: Run) -> None:
     """Prompts alone, with a function as reward: PPO and GRPO."""
     rows = [json.loads(line) for line in (project.root / "examples/questions.jsonl").read_text().splitlines()]
     changes = {"grpo": {"enabled": True, "settings": {"samples_per_prompt": 4}}, "ppo.max_new_tokens": 8}
     use_example(project, "smollm2-short", rows, changes)
     project.set("evaluate.max_new_tokens", 8)
-    run_stages(project, stage_main)
+    run_stages(project, STAGES)
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judge"] is None  # the score decides the wins
     assert evaluate["models"]["policy"]["win_rate"] is not None

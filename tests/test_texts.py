@@ -3,13 +3,18 @@ that no model sees."""
 
 import json
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tasks.params.stages import STAGES
+
 if TYPE_CHECKING:
     from tests.conftest import Project
+
+Run = Callable[["Project", Iterable[str]], None]
 
 pytestmark = pytest.mark.slow
 REVIEWS = Path(__file__).resolve().parents[2] / "shared/data/reviews/train.jsonl"
@@ -60,7 +65,7 @@ def require_a_whole_run(project: "Project") -> None:
     assert "<|user|>" not in template + (project.root / "models/policy/tokenizer.json").read_text()
 
 
-def test_texts_with_labels_run_through_all_stages(project: "Project") -> None:
+def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages: Run) -> None:
     good, bad = ("a moving and funny joy", "wonderful and bright"), ("a dull mess", "boring and bad")
     rows: list[dict[str, object]] = [
         {"text": f"The {first} and {second} are {words}.", "label": int(words in good)}
@@ -69,15 +74,15 @@ def test_texts_with_labels_run_through_all_stages(project: "Project") -> None:
         for words in (*good, *bad)
     ]
     use_texts(project, rows)
-    ran = project.repro()
-    assert {"ppo", "rloo", "best_of_n", "rejection_sft", "evaluate", "report"} <= set(ran)
+    project.evaluate_little()
+    run_stages(project, STAGES)
     require_a_whole_run(project)
+    project.dvc("commit", "--force")
     assert project.repro() == []
 
     with (project.root / "rewards/sentiment.txt").open("a") as file:
         file.write("+ mess\n")
-    status = project.dvc("status").stdout.splitlines()
-    stale = {line.removesuffix(":") for line in status if line.endswith(":") and not line.startswith("\t")}
+    stale = project.stale()
     assert {"check", "select", "evaluate"} <= stale
     assert not {"ingest", "sft", "reward"} & stale
 

@@ -74,7 +74,8 @@ def freeze(server: psutil.Process) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strike", [kill, pytest.param(freeze, marks=pytest.mark.slow)])
+@pytest.mark.chosen("kill")
+@pytest.mark.parametrize("strike", [kill, freeze])
 def test_a_server_lost_in_mid_flow(strike: Callable[[psutil.Process], None], running: Any, serial: Any) -> None:
     root, process, family = running(PREFECT_CLIENT_MAX_RETRIES="1", PREFECT_API_REQUEST_TIMEOUT="4")
     (server,) = servers(family)

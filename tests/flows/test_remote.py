@@ -157,6 +157,7 @@ def test_results_of_other_parameters_come_from_the_run_cache_of_the_remote(home:
     assert {name: (second / name).read_bytes() for name in made} == made
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_the_remote_lacks_is_computed_from_what_it_has(home: Path) -> None:
     run(home, push=True)
@@ -231,6 +232,7 @@ def test_a_stage_that_makes_parameters_for_others(home: Path) -> None:
     assert run(third, stages=["last"], pull=True) == dict.fromkeys(("check", "method", "last"), "Completed")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_side_by_side_gives_the_same(home: Path) -> None:
     run(home, push=True)

@@ -98,6 +98,7 @@ def test_with_lora_in_all_stages_one_body_is_in_memory(
     for block in ("sft", "reward", "ppo"):
         finished.set(f"{block}.lora", {"rank": 2, "alpha": 4.0})
     finished.set("ppo.gradient_checkpointing", 2)
+    finished.evaluate_little()
     for stage in ("sft", "preferences", "reward"):
         assert stage_main(finished, stage).code == 0
     assert has_adapter(finished.root / "models/reward")

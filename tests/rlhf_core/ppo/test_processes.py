@@ -98,7 +98,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.chosen("critic of its own", "lora, full KL in the loss")
+@pytest.mark.chosen("critic of its own")
 @pytest.mark.parametrize("name", list(SHARDED))
 def test_rule_13_divided_models_train_as_whole_ones(name: str, made: Made) -> None:
     """`sharding: fsdp` on two processes: samples, gradient and weights of one process, and about half the bytes."""

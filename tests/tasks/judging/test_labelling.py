@@ -200,6 +200,7 @@ def test_a_killed_stage_sends_no_answered_question_again(labelled: "Project", se
 def test_the_evaluation_uses_the_same_judge(
     labelled: "Project", stage_main: Callable[["Project", str], "Ended"], server: "Server"
 ) -> None:
+    labelled.evaluate_little()
     ended = stage_main(labelled, "evaluate")
     assert ended.code == 0, ended.stderr
     metrics = labelled.json("metrics/evaluate.json")

@@ -62,6 +62,7 @@ module.run("toy", BaseModel, None)
 
 
 @pytest.mark.slow
+@pytest.mark.chosen("hang")
 @pytest.mark.parametrize("way", ["lost", "hang"])
 def test_the_error_of_a_worker_is_the_error_of_the_stage(way: str, tmp_path: Path) -> None:
     """Whether rank 0 loses the connection to it or waits for it: one line and exit code 2."""

@@ -115,6 +115,7 @@ def test_a_server_without_a_list_of_models_or_room_for_files_gets_the_rest(root:
     assert "413" in parent.data.tags["leash.missing"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_server_whose_answers_take_six_seconds_receives_all(root: Path, serve: Serve) -> None:

@@ -22,7 +22,7 @@ SWITCHED = {
 
 
 @pytest.mark.slow
-@pytest.mark.chosen("reward", "dpo, adapters")
+@pytest.mark.chosen("dpo, adapters")
 @pytest.mark.parametrize("name", list(SWITCHED))
 def test_a_stage_of_two_processes_makes_what_one_makes(name: str, finished: "Project") -> None:
     stage = name.partition(",")[0]
