@@ -497,13 +497,12 @@ def tuning_table(table: pd.DataFrame) -> str:
 
 def ladder_table(table: pd.DataFrame) -> str:
     """A row for each case, in the order of the study, and what it adds to the one above; paired by seed."""
-    cells = [["PPO", "gold", "KL", "more than above"]]
-    above: list[float] = []
+    cells = [["PPO", "gold", "KL, nats", "gold: more than above", "KL: more than above"]]
+    above: pd.DataFrame | None = None
     for case, rows in table.groupby("case", sort=False):
-        last_steps = method_rows(rows, "ppo").sort_values("seed")
-        found = [float(gold) for gold in last_steps.gold]
-        added = cell([mine - other for mine, other in zip(found, above, strict=True)], "+.2f") if above else "–"
-        cells.append([RUNGS[str(case)], cell(found), cell(last_steps.kl), added])
+        found = method_rows(rows, "ppo").set_index("seed")[["gold", "kl"]]
+        added = ["–", "–"] if above is None else [cell((found - above)[name], "+.2f") for name in found]
+        cells.append([RUNGS[str(case)], cell(found.gold), cell(found.kl), *added])
         above = found
     return markdown(cells)
 

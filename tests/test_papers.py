@@ -132,7 +132,7 @@ def test_without_gold_the_methods_are_compared_by_the_score(papers: ModuleType) 
 
 def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
     rows = [
-        point("ppo", place, 3.0, gold + seed, case=case, seed=seed)
+        point("ppo", place, 2.0 if case == "batch" else 3.0, gold + seed, case=case, seed=seed)
         for case, gold in zip(papers.RUNGS, (1.0, 1.5, 1.25, 2.0, 2.0, 3.0, 3.5), strict=True)
         for seed in (1, 2) for place in (4, 28)
     ]  # fmt: skip
@@ -147,6 +147,7 @@ def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
         "+1.00",
         "+0.50",
     ]
+    assert [line.split("|")[5].split()[0] for line in lines] == ["–", *["+0.00"] * 3, "−1.00", "+1.00", "+0.00"]
 
 
 def test_ensembles_are_compared_with_one_reward_model_and_own_bodies_with_one_body(papers: ModuleType) -> None:
