@@ -349,8 +349,11 @@ def stage_main(
     return lambda project, stage: in_process(project.root, lambda: run_stage([stage]))
 
 
+RunStages = Callable[[Project, Iterable[str]], None]
+
+
 @pytest.fixture
-def run_stages(stage_main: Callable[[Project, str], Ended]) -> Callable[[Project, Iterable[str]], None]:
+def run_stages(stage_main: Callable[[Project, str], Ended]) -> RunStages:
     """Runs stages to their good ends within this process, in a fraction of the time of `dvc repro`. After all of them,
     `dvc commit --force` records them as DVC would have."""
 

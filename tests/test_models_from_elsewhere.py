@@ -3,7 +3,6 @@ run's reward model, which has a base of its own, and another judges."""
 
 import csv
 import json
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,14 +12,12 @@ from tasks.params.stages import STAGES
 from tests.elsewhere import save_classifier, save_language_model, save_reward_model
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
-
-Run = Callable[["Project", Iterable[str]], None]
+    from tests.conftest import Project, RunStages
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", run_stages: Run) -> None:
+def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", run_stages: "RunStages") -> None:
     judges = project.root / "models/judges"
     save_reward_model(judges / "rm", "gemma")
     save_classifier(judges / "mood")
@@ -55,7 +52,6 @@ def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", r
     assert evaluate["models"]["policy"]["gold"] is not None
     assert project.json("metrics/select.json")["rule"] == "best_judge"
 
-    assert project.repro() == []
     (project.root / "data/raw/other/README.md").write_text("a page")
     (judges / "mood/README.md").write_text("a page")
     stale = project.stale()
@@ -63,7 +59,9 @@ def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", r
     assert "sft" not in stale
 
 
-def test_a_model_alone_is_the_scorer_and_no_reward_model_is_trained(project: "Project", run_stages: Run) -> None:
+def test_a_model_alone_is_the_scorer_and_no_reward_model_is_trained(
+    project: "Project", run_stages: "RunStages"
+) -> None:
     save_reward_model(project.root / "models/judges/rm", "qwen2")
     for name, value in {
         "scorer": [{"model": "rm", "weight": 1.0}],

@@ -7,7 +7,6 @@ import re
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,9 +17,7 @@ from tasks.params.stages import STAGES
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
-
-Run = Callable[["Project", Iterable[str]], None]
+    from tests.conftest import Project, RunStages
 
 pytestmark = pytest.mark.slow
 SHORT = "def score(prompts, responses, rows):\n    return [-len(response) for response in responses]\n"
@@ -53,7 +50,7 @@ def terms_of(figures: dict[str, Any]) -> dict[str, float]:
     return {name: figures[f"reward/{name}"] for name in ("exact.py", "short.py")}
 
 
-def test_functions_alone(project: "Project", run_stages: Run) -> None:
+def test_functions_alone(project: "Project", run_stages: "RunStages") -> None:
     use_sums(project)
     project.evaluate_little()
     project.set("scorer", [{"term": "exact.py", "weight": 1.0}, {"term": "short.py", "weight": 0.1}])
@@ -85,13 +82,14 @@ def test_functions_alone(project: "Project", run_stages: Run) -> None:
     assert "scorer (1 × exact.py + 0.1 × short.py)" in text
     assert all(name in text for name in ("exact.py", "short.py"))
 
-    assert project.repro() == []
     with (project.root / "rewards/short.py").open("a") as file:
         file.write("\n# a remark\n")
     assert project.stale() == {"check", "ppo", "select", *BY_NAME, "evaluate"} - {"dpo", "ipo"}
 
 
-def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "Project", run_stages: Run) -> None:
+def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(
+    project: "Project", run_stages: "RunStages"
+) -> None:
     use_sums(project)
     project.set("scorer", [{"term": "exact.py", "weight": 1.0}])
     run_stages(project, ("check", "check_data", "ingest", "base", "sft", "preferences", "reward"))
@@ -107,7 +105,7 @@ def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(project: "
     assert project.outputs() == before
 
 
-def test_a_function_beside_the_reward_model(finished: "Project", run_stages: Run) -> None:
+def test_a_function_beside_the_reward_model(finished: "Project", run_stages: "RunStages") -> None:
     """On the demo, whose judge decides the wins."""
     project = finished
     project.evaluate_little()
@@ -136,7 +134,7 @@ def use_arithmetic(project: "Project", **small: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_arithmetic_example_in_a_small_version(project: "Project", run_stages: Run) -> None:
+def test_the_arithmetic_example_in_a_small_version(project: "Project", run_stages: "RunStages") -> None:
     """Every model has a rate of right answers with its interval, and each digit is one token."""
     small = {
         "sft.epochs": 1,

@@ -2,7 +2,6 @@
 tokenizer of its kind."""
 
 import json
-from collections.abc import Callable, Iterable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,7 @@ from tests.architectures.kinds import KINDS
 from tests.architectures.zoo import GROUPED
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
-
-Run = Callable[["Project", Iterable[str]], None]
+    from tests.conftest import Project, RunStages
 
 pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {
@@ -56,7 +53,7 @@ def use_example(project: "Project", name: str, rows: list[dict[str, Any]], chang
     tokenizer.save_pretrained(folder)
 
 
-def test_sentiment(project: "Project", run_stages: Run) -> None:
+def test_sentiment(project: "Project", run_stages: "RunStages") -> None:
     words = {"dull": -1.5, "plain": 0.2, "fine": 1.0, "wonderful": 2.5}
     rows = [
         {"text": f"The {second} {first} is {word} to me.", "score": value + len(first) / 100}
@@ -78,7 +75,7 @@ def test_sentiment(project: "Project", run_stages: Run) -> None:
     assert evaluate["optimum"]
 
 
-def test_chat(project: "Project", run_stages: Run) -> None:
+def test_chat(project: "Project", run_stages: "RunStages") -> None:
     rows = [
         {
             "prompt": f"\n\nHuman: How do I {verb} {thing}?\n\nAssistant:",
@@ -98,7 +95,7 @@ def test_chat(project: "Project", run_stages: Run) -> None:
     assert evaluate["models"]["policy"]["win_rate_controlled"] is not None
 
 
-def test_short(project: "Project", run_stages: Run) -> None:
+def test_short(project: "Project", run_stages: "RunStages") -> None:
     """Prompts alone, with a function as reward: PPO and GRPO."""
     rows = [json.loads(line) for line in (project.root / "examples/questions.jsonl").read_text().splitlines()]
     changes = {"grpo": {"enabled": True, "settings": {"samples_per_prompt": 4}}, "ppo.max_new_tokens": 8}

@@ -3,7 +3,6 @@ that no model sees."""
 
 import json
 import re
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +11,7 @@ import pytest
 from tasks.params.stages import STAGES
 
 if TYPE_CHECKING:
-    from tests.conftest import Project
-
-Run = Callable[["Project", Iterable[str]], None]
+    from tests.conftest import Project, RunStages
 
 pytestmark = pytest.mark.slow
 REVIEWS = Path(__file__).resolve().parents[2] / "shared/data/reviews/train.jsonl"
@@ -65,7 +62,7 @@ def require_a_whole_run(project: "Project") -> None:
     assert "<|user|>" not in template + (project.root / "models/policy/tokenizer.json").read_text()
 
 
-def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages: Run) -> None:
+def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages: "RunStages") -> None:
     good, bad = ("a moving and funny joy", "wonderful and bright"), ("a dull mess", "boring and bad")
     rows: list[dict[str, object]] = [
         {"text": f"The {first} and {second} are {words}.", "label": int(words in good)}
@@ -78,7 +75,6 @@ def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages
     run_stages(project, STAGES)
     require_a_whole_run(project)
     project.dvc("commit", "--force")
-    assert project.repro() == []
 
     with (project.root / "rewards/sentiment.txt").open("a") as file:
         file.write("+ mess\n")
