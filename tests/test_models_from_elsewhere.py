@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 import pytest
 
 from rlhf_core.data.tokenizer import load_tokenizer, same_tokens
-from tasks.params.stages import STAGES
 from tests.elsewhere import save_classifier, save_language_model, save_reward_model
 
 if TYPE_CHECKING:
-    from tests.conftest import Project, RunStages
+    from collections.abc import Callable
+
+    from tests.conftest import Ended, Project, Reproduce
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", run_stages: "RunStages") -> None:
+def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", reproduce: "Reproduce") -> None:
     judges = project.root / "models/judges"
     save_reward_model(judges / "rm", "gemma")
     save_classifier(judges / "mood")
@@ -34,8 +35,7 @@ def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", r
     }.items():
         project.set(name, value)
     project.evaluate_little()
-    run_stages(project, STAGES)
-    project.dvc("commit", "--force")
+    reproduce(project)
 
     policy, reward = (load_tokenizer(project.root / folder) for folder in ("models/sft", "models/reward"))
     assert not same_tokens(policy, reward)
@@ -60,7 +60,7 @@ def test_a_scorer_a_judge_and_a_base_with_three_tokenizers(project: "Project", r
 
 
 def test_a_model_alone_is_the_scorer_and_no_reward_model_is_trained(
-    project: "Project", run_stages: "RunStages"
+    project: "Project", reproduce: "Reproduce", stage_main: "Callable[[Project, str], Ended]"
 ) -> None:
     save_reward_model(project.root / "models/judges/rm", "qwen2")
     for name, value in {
@@ -70,12 +70,12 @@ def test_a_model_alone_is_the_scorer_and_no_reward_model_is_trained(
         "runtime.tracking": False,
     }.items():
         project.set(name, value)
-    run_stages(project, ("check", "check_data", "ingest", "base", "sft", "preferences", "reward", "ppo"))
+    reproduce(project, "ppo")
     assert project.json("metrics/reward.json") == {"enabled": False}
     before = project.outputs()
     save_reward_model(project.root / "models/judges/rm", "qwen2", context=50)
-    ended = project.stage("ppo")
-    assert ended.returncode == 2
+    ended = stage_main(project, "ppo")
+    assert ended.code == 2
     assert "rm: a prompt with its answer has" in ended.stderr.splitlines()[-1]
     assert "its context holds 50" in ended.stderr.splitlines()[-1]
     assert project.outputs() == before

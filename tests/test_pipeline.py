@@ -23,7 +23,7 @@ from tasks.tracking.exporter import export
 from tests import warm
 
 if TYPE_CHECKING:
-    from tests.conftest import Ended, Project, TinyRun
+    from tests.conftest import Ended, Project, Reproduce, TinyRun
 
 STAGES = ["check", "check_data", "ingest", "base", "sft", "preferences", "reward", "ppo", "select", *BY_NAME]
 STAGES += ["evaluate", "report"]
@@ -224,10 +224,12 @@ def test_what_cannot_change_a_result_runs_nothing_but_check(finished: "Project")
 
 
 @pytest.mark.slow
-def test_a_change_of_the_leash_reruns_what_depends_on_it_and_back_runs_nothing(finished: "Project") -> None:
+def test_a_change_of_the_leash_reruns_what_depends_on_it_and_back_runs_nothing(
+    finished: "Project", reproduce: "Reproduce"
+) -> None:
     before, params = finished.outputs(), (finished.root / "params.yaml").read_bytes()
     finished.set("ppo.kl.coef", 2.0)
-    assert finished.repro() == ["check", "ppo", "select", *VARIANTS, "evaluate", "report"]
+    assert reproduce(finished) == ["check", "ppo", "select", *VARIANTS, "evaluate", "report"]
     changed = finished.outputs()
     upstream = [name for name in before if name.startswith(("models/sft", "models/reward", "data/preferences"))]
     assert upstream
@@ -237,7 +239,7 @@ def test_a_change_of_the_leash_reruns_what_depends_on_it_and_back_runs_nothing(f
     look_at_two_pipeline_runs(finished)
 
     (finished.root / "params.yaml").write_bytes(params)
-    assert finished.repro() == ["check"], "DVC has the other results already"
+    assert reproduce(finished) == ["check"], "DVC has the other results already"
     assert finished.outputs() == before
 
 

@@ -13,7 +13,7 @@ from tests.architectures.zoo import download
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.conftest import Ended, Project, RunStages
+    from tests.conftest import Ended, Project, Reproduce
 
 SHORT = "def score(prompts, responses, rows):\n    return [-len(response) for response in responses]\n"
 
@@ -57,10 +57,9 @@ def test_many_prompts_are_shared_too_where_no_reward_model_is_trained(
 
 
 @pytest.mark.slow
-def test_the_whole_pipeline(prompts_alone: "Project", run_stages: "RunStages") -> None:
+def test_the_whole_pipeline(prompts_alone: "Project", reproduce: "Reproduce") -> None:
     project = prompts_alone
-    run_stages(project, STAGES)
-    project.dvc("commit", "--force")
+    assert set(reproduce(project)) == set(STAGES)
 
     ingest = project.json("metrics/ingest.json")
     assert (ingest["demonstrations"], ingest["ppo_prompts"], ingest["heldout"]) == (0, 81, 10)
@@ -80,7 +79,7 @@ def test_the_whole_pipeline(prompts_alone: "Project", run_stages: "RunStages") -
     assert "SFT (the base model)" in project.run("python", "-m", "flows.cli", "compare").stdout
 
     project.set("sft.learning_rate", 1e-3)
-    assert set(project.repro()) == {"check", "sft", "report"}, "settings of a training that is off change no model"
+    assert set(reproduce(project)) == {"check", "sft", "report"}, "settings of a training that is off change no model"
 
 
 def test_pairs_are_missed_before_anything_runs(

@@ -13,11 +13,12 @@ import pytest
 
 from rlhf_core.data.tokenizer import encode_response, load_tokenizer
 from tasks.params.methods import BY_NAME
-from tasks.params.stages import STAGES
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
-    from tests.conftest import Project, RunStages
+    from collections.abc import Callable
+
+    from tests.conftest import Ended, Project, Reproduce
 
 pytestmark = pytest.mark.slow
 SHORT = "def score(prompts, responses, rows):\n    return [-len(response) for response in responses]\n"
@@ -50,12 +51,11 @@ def terms_of(figures: dict[str, Any]) -> dict[str, float]:
     return {name: figures[f"reward/{name}"] for name in ("exact.py", "short.py")}
 
 
-def test_functions_alone(project: "Project", run_stages: "RunStages") -> None:
+def test_functions_alone(project: "Project", reproduce: "Reproduce") -> None:
     use_sums(project)
     project.evaluate_little()
     project.set("scorer", [{"term": "exact.py", "weight": 1.0}, {"term": "short.py", "weight": 0.1}])
-    run_stages(project, STAGES)
-    project.dvc("commit", "--force")
+    reproduce(project)
     assert project.json("metrics/preferences.json") == project.json("metrics/reward.json") == {"enabled": False}
     assert {path.name for path in (project.root / "models/reward").iterdir()} == {"README.md"}
     assert project.rows("data/preferences/preferences.jsonl") == []
@@ -88,16 +88,16 @@ def test_functions_alone(project: "Project", run_stages: "RunStages") -> None:
 
 
 def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(
-    project: "Project", run_stages: "RunStages"
+    project: "Project", reproduce: "Reproduce", stage_main: "Callable[[Project, str], Ended]"
 ) -> None:
     use_sums(project)
     project.set("scorer", [{"term": "exact.py", "weight": 1.0}])
-    run_stages(project, ("check", "check_data", "ingest", "base", "sft", "preferences", "reward"))
+    reproduce(project, "reward")
     text = "def score(prompts, responses, rows):\n    return [row['anser'] for row in rows]\n"
     (project.root / "rewards/exact.py").write_text(text)
     before = project.outputs()
-    ended = project.stage("ppo")
-    assert ended.returncode == 2
+    ended = stage_main(project, "ppo")
+    assert ended.code == 2
     line = ended.stderr.splitlines()[-1]
     place = r"answer 1 of \d+, to prompt \w{16} \('What is .*\?'\)"
     assert re.search(rf"^ppo: scorer: exact.py: {place}: KeyError: 'anser' ", line)
@@ -105,7 +105,7 @@ def test_a_function_that_fails_in_a_stage_is_one_line_and_exit_code_2(
     assert project.outputs() == before
 
 
-def test_a_function_beside_the_reward_model(finished: "Project", run_stages: "RunStages") -> None:
+def test_a_function_beside_the_reward_model(finished: "Project", reproduce: "Reproduce") -> None:
     """On the demo, whose judge decides the wins."""
     project = finished
     project.evaluate_little()
@@ -113,7 +113,7 @@ def test_a_function_beside_the_reward_model(finished: "Project", run_stages: "Ru
     project.set("scorer", [{"term": "reward_model", "weight": 1.0}, {"term": "short.py", "weight": 0.02}])
     project.set("ppo.critic.init", "sft")
     project.set("runtime.tracking", False)
-    run_stages(project, ("check", "ppo", "select", "best_of_n", "rejection_sft", "rloo", "evaluate", "report"))
+    reproduce(project)
     assert project.json("metrics/reward.json")["heldout_pairs"] > 0
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scores"
@@ -134,7 +134,7 @@ def use_arithmetic(project: "Project", **small: Any) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_the_arithmetic_example_in_a_small_version(project: "Project", run_stages: "RunStages") -> None:
+def test_the_arithmetic_example_in_a_small_version(project: "Project", reproduce: "Reproduce") -> None:
     """Every model has a rate of right answers with its interval, and each digit is one token."""
     small = {
         "sft.epochs": 1,
@@ -146,7 +146,7 @@ def test_the_arithmetic_example_in_a_small_version(project: "Project", run_stage
         "evaluate.bootstrap": 100,
     }
     use_arithmetic(project, **small)
-    run_stages(project, STAGES)
+    reproduce(project)
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judged_by"] == "scorer"
     for name in ("sft", "policy", "grpo"):

@@ -10,12 +10,11 @@ import torch
 from ruamel.yaml import YAML
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.params.stages import STAGES
 from tests.architectures.kinds import KINDS
 from tests.architectures.zoo import GROUPED
 
 if TYPE_CHECKING:
-    from tests.conftest import Project, RunStages
+    from tests.conftest import Project, Reproduce
 
 pytestmark = pytest.mark.slow
 SMALL: dict[str, Any] = {
@@ -53,7 +52,7 @@ def use_example(project: "Project", name: str, rows: list[dict[str, Any]], chang
     tokenizer.save_pretrained(folder)
 
 
-def test_sentiment(project: "Project", run_stages: "RunStages") -> None:
+def test_sentiment(project: "Project", reproduce: "Reproduce") -> None:
     words = {"dull": -1.5, "plain": 0.2, "fine": 1.0, "wonderful": 2.5}
     rows = [
         {"text": f"The {second} {first} is {word} to me.", "score": value + len(first) / 100}
@@ -64,7 +63,7 @@ def test_sentiment(project: "Project", run_stages: "RunStages") -> None:
         )
     ]
     use_example(project, "smollm2-sentiment", rows, {"dpo": {"enabled": True, "lora": {"rank": 2}, "max_tokens": 72}})
-    run_stages(project, STAGES)
+    reproduce(project)
     reward = project.json("metrics/reward.json")
     assert reward["train_ratings"] + reward["heldout_ratings"] <= len(rows)
     assert -1 <= reward["reward_rating_spearman"] <= 1
@@ -75,7 +74,7 @@ def test_sentiment(project: "Project", run_stages: "RunStages") -> None:
     assert evaluate["optimum"]
 
 
-def test_chat(project: "Project", run_stages: "RunStages") -> None:
+def test_chat(project: "Project", reproduce: "Reproduce") -> None:
     rows = [
         {
             "prompt": f"\n\nHuman: How do I {verb} {thing}?\n\nAssistant:",
@@ -86,7 +85,7 @@ def test_chat(project: "Project", run_stages: "RunStages") -> None:
     ]
     use_example(project, "smollm2-chat", rows, {"reward.batch_size": 4, "ppo.max_new_tokens": 8})
     project.set("evaluate.max_new_tokens", 8)
-    run_stages(project, STAGES)
+    reproduce(project)
     assert project.json("metrics/sft.json") == {"enabled": False}
     reward = project.json("metrics/reward.json")
     assert {"length_accuracy", "words_accuracy", "judge_accuracy"} <= set(reward)
@@ -95,13 +94,13 @@ def test_chat(project: "Project", run_stages: "RunStages") -> None:
     assert evaluate["models"]["policy"]["win_rate_controlled"] is not None
 
 
-def test_short(project: "Project", run_stages: "RunStages") -> None:
+def test_short(project: "Project", reproduce: "Reproduce") -> None:
     """Prompts alone, with a function as reward: PPO and GRPO."""
     rows = [json.loads(line) for line in (project.root / "examples/questions.jsonl").read_text().splitlines()]
     changes = {"grpo": {"enabled": True, "settings": {"samples_per_prompt": 4}}, "ppo.max_new_tokens": 8}
     use_example(project, "smollm2-short", rows, changes)
     project.set("evaluate.max_new_tokens", 8)
-    run_stages(project, STAGES)
+    reproduce(project)
     evaluate = project.json("metrics/evaluate.json")
     assert evaluate["judge"] is None  # the score decides the wins
     assert evaluate["models"]["policy"]["win_rate"] is not None

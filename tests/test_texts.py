@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tasks.params.stages import STAGES
-
 if TYPE_CHECKING:
-    from tests.conftest import Project, RunStages
+    from tests.conftest import Project, Reproduce
 
 pytestmark = pytest.mark.slow
 REVIEWS = Path(__file__).resolve().parents[2] / "shared/data/reviews/train.jsonl"
@@ -62,7 +60,7 @@ def require_a_whole_run(project: "Project") -> None:
     assert "<|user|>" not in template + (project.root / "models/policy/tokenizer.json").read_text()
 
 
-def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages: "RunStages") -> None:
+def test_texts_with_labels_run_through_all_stages(project: "Project", reproduce: "Reproduce") -> None:
     good, bad = ("a moving and funny joy", "wonderful and bright"), ("a dull mess", "boring and bad")
     rows: list[dict[str, object]] = [
         {"text": f"The {first} and {second} are {words}.", "label": int(words in good)}
@@ -72,9 +70,8 @@ def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages
     ]
     use_texts(project, rows)
     project.evaluate_little()
-    run_stages(project, STAGES)
+    reproduce(project)
     require_a_whole_run(project)
-    project.dvc("commit", "--force")
 
     with (project.root / "rewards/sentiment.txt").open("a") as file:
         file.write("+ mess\n")
@@ -85,10 +82,10 @@ def test_texts_with_labels_run_through_all_stages(project: "Project", run_stages
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not REVIEWS.is_file(), reason="the reviews are not there")
-def test_real_reviews_run_through_all_stages(project: "Project") -> None:
+def test_real_reviews_run_through_all_stages(project: "Project", reproduce: "Reproduce") -> None:
     with REVIEWS.open(encoding="utf-8") as file:
         rows = [json.loads(line) for line, _ in zip(file, range(1500), strict=False)]
     use_texts(project, rows)
     project.set("long_rows", "drop")
-    project.repro()
+    reproduce(project)
     require_a_whole_run(project)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import Project, clean_environment
+from tests.conftest import Project, Reproduce, clean_environment
 from tests.faults.conftest import until
 
 if TYPE_CHECKING:
@@ -65,12 +65,14 @@ def killed_in_the_middle(project: Project) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(finished: Project, tmp_path: Path) -> None:
+def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(
+    finished: Project, reproduce: Reproduce, tmp_path: Path
+) -> None:
     for name in ("best_of_n", "rejection_sft", "dpo", "rloo"):
         finished.set(f"{name}.enabled", False)
     finished.evaluate_little()
     finished.set("runtime.tracking", False)
-    finished.repro()
+    reproduce(finished)
     first = pairs_by_round(finished)
     assert first.keys() == {None}
     commit(finished, "round 1")
@@ -80,7 +82,7 @@ def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(finished: Proje
     assert git(finished, "status", "--porcelain") == "A  rounds/1.dvc"
     commit(finished, "Close round 1")
 
-    ran = finished.repro()
+    ran = reproduce(finished)
     assert not {"ingest", "base", "sft"} & set(ran), "what comes before the policy is not made again"
     assert {"preferences", "reward", "ppo", "select", "evaluate", "report"} <= set(ran)
     second = pairs_by_round(finished)
@@ -95,7 +97,7 @@ def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(finished: Proje
     commit(finished, "Close round 2")
 
     finished.set("round", {"reference": "previous"})
-    finished.dvc("repro", "ppo")
+    reproduce(finished, "ppo")
     assert pairs_by_round(finished).keys() == {1, 2, 3}
     assert first_kl(finished) < 1e-6, "PPO begins with its reference"
     commit(finished, "round 3")
@@ -105,6 +107,6 @@ def test_three_rounds_go_on_from_each_other_and_a_clone_has_them(finished: Proje
     git(clone, "checkout", "--quiet", of_second)
     clone.dvc("config", "--local", "cache.dir", str(finished.root / ".dvc/cache"))
     clone.dvc("checkout", "rounds/1.dvc")
-    assert set(clone.repro()) <= GATES, "all else comes from DVC's cache"
+    assert set(reproduce(clone)) <= GATES, "all else comes from DVC's cache"
     assert clone.outputs()["models/policy/model.safetensors"] == policy
     assert leash(clone, "round", "--list").splitlines()[-1].startswith("the present round is 2")
