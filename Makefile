@@ -10,7 +10,9 @@ TORCH_INDEX ?=
 # Tests that run side by side, and which `make test` runs.
 WORKERS ?= 2
 TESTS ?= not slow
-INSTALL := python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt
+INSTALL := python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt
+# On all cores; pip takes one. A few files are templates, not Python: no error.
+COMPILE := python -m compileall -qq -j 0 $(VENV)/lib || true
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
 .PHONY: run smollm2 test test-slow test-exhaustive test-quantize test-real test-all setup setup-dev lint types layers check site seeds frontier audit help
@@ -61,10 +63,12 @@ $(VENV)/.run-installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing into .venv: about 2 GB with a CPU wheel of PyTorch, several GB more with CUDA; some minutes."
 	$(INSTALL_TORCH)
 	$(INSTALL) --editable .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev-installed: $(VENV)/.run-installed
 	$(INSTALL) --editable '.[dev]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/quantize: $(VENV)/.dev-installed
