@@ -59,6 +59,7 @@ def test_many_prompts_are_shared_too_where_no_reward_model_is_trained(
 @pytest.mark.slow
 def test_the_whole_pipeline(prompts_alone: "Project", reproduce: "Reproduce") -> None:
     project = prompts_alone
+    project.evaluate_little()
     assert set(reproduce(project)) == set(STAGES)
 
     ingest = project.json("metrics/ingest.json")
