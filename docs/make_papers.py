@@ -1,7 +1,9 @@
 """Makes the tables and pictures of docs/papers.md from the studies of examples/papers/.
 
-python docs/make_papers.py gao xu     # reads the finished trials of these studies, and writes docs/papers/NAME.csv
-python docs/make_papers.py            # the tables and pictures, from the CSV files that are there
+python docs/make_papers.py gao xu     # of these studies: docs/papers/NAME.csv from the finished trials, and pictures
+python docs/make_papers.py            # all pictures, from the CSV files that are there
+
+Both write all tables of the page from the CSV files.
 
 The page has a pair of marks around each table; a test compares the tables with the CSV files.
 """
@@ -44,7 +46,8 @@ MORE = {"ensembles": ("ensembles-rules",)}
 
 def export(name: str) -> None:
     """Write docs/papers/NAME.csv: a row for each point of the frontier of each trial. It has the setting and seed of
-    the trial and the accuracy of its reward model, too. Settings that have not finished with all seeds are left out."""
+    the trial and the accuracy of its reward model, too, where it has one. Settings that have not finished with all
+    seeds are left out."""
     _, call = read_study(ROOT, ROOT / "examples" / "papers" / f"{name}.yaml")
     study = find(ROOT, call, name, "HEAD")
     ended = [(trial, isolated.find(ROOT, study.commit, trial.name)) for trial in study.trials]
@@ -61,7 +64,7 @@ def export(name: str) -> None:
         if len(optimum):
             rows = pd.concat([rows, optimum.assign(family="optimum")[KEPT]])
         setting = {key.rsplit(".", 1)[-1]: value for key, value in trial.setting}
-        accuracy = json.loads(files["metrics/reward.json"]).get("heldout_accuracy")
+        accuracy = json.loads(files.get("metrics/reward.json", b"{}")).get("heldout_accuracy")
         parts.append(rows.assign(**setting, seed=trial.params["seed"], accuracy=accuracy))
     if not parts:
         sys.exit(f"{name}: no setting is finished; run leash study examples/papers/{name}.yaml")
@@ -483,15 +486,15 @@ def ahmadian_picture(table: pd.DataFrame) -> bytes:
         return png(figure)
 
 
-def tuning_table(table: pd.DataFrame) -> str:
-    """Gold of each method at three learning rates, one seed."""
+def tuning_table(table: pd.DataFrame, score: str = "gold") -> str:
+    """The score of each method at three learning rates, one seed."""
     cases = list(table.case.unique())
-    cells = [["gold", *cases]]
+    cells = [[score, *cases]]
     for family, label in METHODS.items():
         rows = method_rows(table, family)
         if family != "best_of_n" and len(rows):
-            golds = [float(rows[rows.case == case].gold.iloc[0]) for case in cases]
-            cells.append([label, *(f"**{gold:.2f}**" if gold == max(golds) else f"{gold:.2f}" for gold in golds)])
+            found = [float(rows[rows.case == case][score].iloc[0]) for case in cases]
+            cells.append([label, *(f"**{one:.2f}**" if one == max(found) else f"{one:.2f}" for one in found)])
     return markdown(cells)
 
 
@@ -524,6 +527,7 @@ TABLES: dict[str, tuple[str, Callable[[pd.DataFrame], str]]] = {
     "xu-effects": ("xu", xu_effects),
     "ahmadian": ("ahmadian", ahmadian_table),
     "ahmadian-tuning": ("ahmadian-tuning", tuning_table),
+    "ahmadian-arithmetic-tuning": ("ahmadian-arithmetic-tuning", partial(tuning_table, score="reward")),
     "ahmadian-arithmetic": ("ahmadian-arithmetic", partial(ahmadian_table, score="reward")),
     "ahmadian-ppo": ("ahmadian-ppo", ladder_table),
 }
@@ -548,10 +552,11 @@ def page(written: str) -> str:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        export(argument)
+    names = set(sys.argv[1:])
+    for name in sorted(names):
+        export(name)
     for study, draw in PICTURES.items():
-        if (FOLDER / f"{study}.csv").is_file():
+        if (FOLDER / f"{study}.csv").is_file() and (not names or names & {study, *MORE.get(study, ())}):
             (FOLDER / f"{study}.png").write_bytes(draw(read(study)))
     if PAGE.is_file():
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -130,6 +130,18 @@ def test_without_gold_the_methods_are_compared_by_the_score(papers: ModuleType) 
     assert [line.split("|")[5].split()[0] for line in lines[2:]] == ["–", "+0.20", "+0.10"]
 
 
+def test_the_best_rate_of_each_method_is_marked(papers: ModuleType) -> None:
+    rows = [
+        point(family, place, 1.0, "", case=case, seed=11) | {"reward": reward}
+        for family, place, rewards in (("ppo", 20, (0.9, 0.9)), ("ppo", 80, (0.5, 0.6)), ("grpo", 0, (0.7, 0.4)))
+        for case, reward in zip(("low", "high"), rewards, strict=True)
+    ]
+    assert papers.tuning_table(store(papers, "tuning", rows), "reward").splitlines()[2:] == [
+        "| PPO | 0.50 | **0.60** |",
+        "| GRPO | **0.70** | 0.40 |",
+    ]
+
+
 def test_each_rung_is_compared_with_the_one_before(papers: ModuleType) -> None:
     rows = [
         point("ppo", place, 2.0 if case == "batch" else 3.0, gold + seed, case=case, seed=seed)
@@ -241,6 +253,10 @@ def test_a_setting_without_all_its_seeds_is_left_out(
         for seed in (1, 2) for family, gain in (("sft", 0.0), ("ppo", 0.75), ("optimum", 1.0))
     ]  # fmt: skip
     assert capsys.readouterr().out == "begun-2 is not finished: its setting is left out\n"
+    assert set(table.accuracy) == {0.75}
+    del files["metrics/reward.json"]
+    papers.export("gao")
+    assert papers.read("gao").accuracy.isna().all(), "without a reward model"
 
 
 def test_the_leaderboard_has_the_scores_of_its_study() -> None:

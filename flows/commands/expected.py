@@ -38,14 +38,16 @@ class _Figure(Block):
 
 def check(root: Path, path: Path | None) -> dict[str, Any]:
     """The figures of this checkout beside those of the expected file at `path`, or of that of examples/ which has the
-    present parameters, and the first stage that is off. Raises UserError where they cannot be compared: no such file,
-    other parameters, or figures that are missing or of another run."""
+    present parameters, and the first stage that is off. The training seed may be another: tolerances are set to what
+    seeds differ by. Raises UserError where they cannot be compared: no such file, other parameters, or figures that
+    are missing or of another run."""
     stages = read_graph(root).stages
     ours = _parameters(root / PARAMS_FILE)
     found = {}
     for one in [path] if path else sorted((root / "examples").glob(f"*{ENDING}")):
         params, wanted = _expected(one)
-        found[one] = params, wanted, _differences(ours, _parameters(root / params))
+        other = _differences(ours, _parameters(root / params))
+        found[one] = params, wanted, [key for key in other if key != "seed"]
     if not found:
         raise UserError(f"examples/*{ENDING}: there is none; `leash check-results --write` makes one from a run")
     path, (params, wanted, other) = min(found.items(), key=lambda item: len(item[1][2]))

@@ -118,6 +118,15 @@ def test_what_changes_no_figure_may_differ(demo: Path) -> None:
     assert expected.check(demo, None)["first_off"] is None
 
 
+def test_another_training_seed_is_compared(demo: Path) -> None:
+    """Figures that were made with it; those of another seed are of another run."""
+    edit(demo / "params.yaml", "\nseed: 1\n", "\nseed: 2\n")
+    with pytest.raises(UserError, match=r"metrics/evaluate.json: made with seed 1, now 2;"):
+        expected.check(demo, None)
+    edit(demo / "dvc.lock", "\n        seed: 1\n", "\n        seed: 2\n")
+    assert expected.check(demo, None)["first_off"] is None
+
+
 def test_figures_of_another_run_are_refused(demo: Path) -> None:
     """In a clone they are missing; after an edit of params.yaml they are of the parameters before."""
     (demo / "metrics/sft.json").unlink()
