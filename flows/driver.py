@@ -10,7 +10,7 @@ import psutil
 from flows import processes
 from flows.graph import Project, opened
 from rlhf_core.errors import UserError
-from rlhf_core.locks import FileLock, holder, who_holds
+from rlhf_core.locks import FileLock, holder, is_held, who_holds
 from tasks.tracking.settings import main_checkout
 
 EXECUTIONS = Path("work") / "executions"
@@ -34,15 +34,9 @@ def exclusive(root: Path) -> Iterator[Project]:
     path = root / "work" / "driver.lock"
     path.parent.mkdir(exist_ok=True)
     lock = FileLock(path)
-    if not lock.acquire():
-        alive = False
-        with suppress(psutil.NoSuchProcess):
-            alive = psutil.Process(holder(path)).status() != psutil.STATUS_ZOMBIE
-        if not alive:
-            print("the stages of a killed run are still stopping here; waiting for them", flush=True)
-        if alive or not lock.acquire(processes.STOPPING_SECONDS):
-            who = who_holds(path) or "it has just ended"
-            raise UserError(f"another leash run works in this folder ({who}); wait for its end or stop it")
+    if not lock.acquire() and not lock.acquire(patience(path, processes.STOPPING_SECONDS)):
+        who = who_holds(path) or "it has just ended"
+        raise UserError(f"another leash run works in this folder ({who}); wait for its end or stop it")
     try:
         with opened(root) as project, processes.keeping(lock.descriptor):
             _held[root] = project
@@ -50,6 +44,18 @@ def exclusive(root: Path) -> Iterator[Project]:
     finally:
         _held.pop(root, None)
         lock.release()
+
+
+def patience(path: Path, seconds: float) -> float:
+    """How many seconds to wait for the lock on `path`: none while the process that took it lives. After its kill
+    `seconds`, which its guardians may need to stop its stages; that is printed."""
+    if not is_held(path):
+        return 0.0
+    with suppress(psutil.NoSuchProcess):
+        if psutil.Process(holder(path)).status() != psutil.STATUS_ZOMBIE:
+            return 0.0
+    print("the stages of a killed run are still stopping here; waiting for them", flush=True)
+    return seconds
 
 
 @contextmanager

@@ -31,6 +31,8 @@ SERVER_SIGNALS: StopSignals = ((signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 KILL_SIGNALS: StopSignals = ((signal.SIGKILL, 5.0),)
 RUNNER_SIGNALS: StopSignals = ((signal.SIGINT, 60.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 """For a process that itself stops stages with `STAGE_SIGNALS`."""
+RUNNERS_STOPPING_SECONDS = sum(seconds for _, seconds in RUNNER_SIGNALS) + 5.0
+"""How long the guardians of a killed study may take to end its runs."""
 
 
 class Stopped(Exception):

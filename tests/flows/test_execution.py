@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from flows import processes, workspace
+from flows import driver, processes, workspace
 from flows.graph import opened
 from flows.pipeline import Run, pipeline, places, stage_task
 from flows.workspace import Workspace
-from tests.conftest import commit
+from tests.conftest import ROOT, commit
 from tests.faults.conftest import until
 from tests.flows.test_pipeline import moments
 
@@ -53,6 +54,29 @@ def test_stages_run_one_at_a_time_by_default(toy: Toy, prefect_api: str) -> None
 
 
 @pytest.mark.slow
+def test_only_after_a_kill_is_a_lock_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A process that lives is not waited for. One that was killed left the lock to a guardian, here `sleep`."""
+    path = tmp_path / "a.lock"
+    assert driver.patience(path, 60.0) == 0.0, "no lock"
+    code = "import subprocess, sys, time; from pathlib import Path; from rlhf_core.locks import FileLock\n"
+    code += f"lock = FileLock(Path({str(path)!r})); lock.acquire()\n"
+    code += "subprocess.Popen(['sleep', '60'], pass_fds=[lock.descriptor]); print(1, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert driver.patience(path, 60.0) == 0.0
+        assert capsys.readouterr().out == ""
+        process.kill()
+        process.wait()
+        try:
+            assert driver.patience(path, 60.0) == 60.0
+            assert capsys.readouterr().out.startswith("the stages of a killed run are still stopping here; waiting")
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    until(lambda: driver.patience(path, 60.0) == 0.0, seconds=10)
+
+
 def test_two_workspaces_do_not_run_the_same_stage_twice(toy: Toy) -> None:
     """The second waits, says for whom, and gets the result from DVC's cache."""
     home = toy({"one": ("wait", [])})

@@ -25,10 +25,10 @@ PLACES = 60
 
 def draw(groups: dict[str, list[Trial]]) -> bytes | None:
     """The PNG, from the finished trials of each setting: a thin line for each seed, a thick one for their mean, and the
-    alternatives and the optimum (dashed) of the first setting; the gold score, and beside it the reward, which PPO
-    maximises. None where no trial has snapshots with a gold score."""
+    alternatives and the optimum (dashed) of the first setting; the gold score where there is one, and beside it the
+    reward, which PPO maximises. None where no trial has snapshots."""
     panels = {key: lines for key in SCORES if (lines := _lines(groups, key))}
-    if "gold" not in panels:
+    if not panels:
         return None
     with styled():
         figure, places = canvas("Score against KL, mean of the seeds", columns=len(panels))
@@ -61,7 +61,9 @@ def _panel(axes: Axes, lines: dict[str, list[list[Point]]], first: Sequence[Tria
     ]
     if optima:
         axes.plot(*mean_line(optima), color=MUTED, label="the optimum", linestyle=(0, (5, 3)))
-    others = [row for trial in first for row in trial.frontier if row["family"] not in PPO_FAMILIES]
+    others = [
+        row for trial in first for row in trial.frontier if row["family"] not in PPO_FAMILIES and pd.notna(row.get(key))
+    ]
     for family in dict.fromkeys(row["family"] for row in others):
         best_of = family == "best_of_n"
         points = [row for row in others if row["family"] == family and not (best_of and row["point"] == 1)]

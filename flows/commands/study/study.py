@@ -20,7 +20,7 @@ import pandas as pd
 from optuna.trial import TrialState
 from ruamel.yaml import YAML
 
-from flows import isolated, processes, server, workspace
+from flows import driver, isolated, processes, server, workspace
 from flows.commands.study import expressions, file, leaderboard, picture, tables, trials
 from flows.commands.study.trials import FAILED, FINISHED, RUNNING, WAITING, Call, Search, Space, Trial
 from flows.isolated import as_name
@@ -184,7 +184,7 @@ class Study:
         trial.metrics = {Path(path).stem: json.loads(files[path]) for path in files if path.startswith("metrics/")}
         if frontier := files.get("plots/frontier.csv"):
             rows: list[dict[Any, Any]] = pd.read_csv(io.BytesIO(frontier)).to_dict("records")
-            trial.frontier = [row for row in rows if pd.notna(row["kl"]) and pd.notna(row["gold"])]
+            trial.frontier = [row for row in rows if pd.notna(row["kl"])]
         trial.state = FINISHED
         expressions.measure(self.call, trial)
         return True
@@ -230,8 +230,9 @@ def study(
     if with_leaderboard:
         leaderboard.require_the_demo(made.trials)
     made.options, made.jobs = tuple(options), jobs or (POOL_JOBS if pool else 1)
-    lock = held(made.folder / "study.lock", 0.0, f"runs study {made.name}")
-    with lock as file, processes.keeping(file.descriptor):
+    path = made.folder / "study.lock"
+    seconds = driver.patience(path, processes.RUNNERS_STOPPING_SECONDS)
+    with held(path, seconds, f"runs study {made.name}") as file, processes.keeping(file.descriptor):
         if pool:
             made.pool = connect(home, pool, made.commit)
         elif server.configured_url(home) is None:  # one for all trials, which inherit it; it ends with this process

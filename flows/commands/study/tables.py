@@ -8,6 +8,7 @@ from itertools import product
 from statistics import fmean, variance
 from typing import Any
 
+import pandas as pd
 from scipy import stats
 
 from flows.commands.study import expressions
@@ -124,7 +125,8 @@ def report(call: Call, trials: Sequence[Trial]) -> str:
     each = [["trial", "state", "gold", "win rate", "KL, nats", "step of the highest gold", "alerts", "seconds"]]
     for trial in trials:
         cells = [number(COLUMNS[name](trial)[0]) for name in ("gold", "win rate", "KL, nats")]
-        steps = sorted((row["point"], row["gold"]) for row in trial.frontier if row["family"] in ("sft", "ppo"))
+        points = [row for row in trial.frontier if row["family"] in ("sft", "ppo") and pd.notna(row["gold"])]
+        steps = sorted((row["point"], row["gold"]) for row in points)
         peak = max(steps, key=lambda step: float(step[1]), default=None)
         each.append([
             trial.name, trial.state, *cells, "" if peak is None else f"{peak[0]:g}",

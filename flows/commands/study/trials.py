@@ -68,7 +68,7 @@ class Trial:
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The content of metrics/*.json by the file's name; of a finished trial only, as `frontier`."""
     frontier: list[dict[str, Any]] = field(default_factory=list)
-    """The rows of plots/frontier.csv that have a KL and a gold score."""
+    """The rows of plots/frontier.csv that have a KL."""
     objective: float | None = None
     violation: float | None = None
     """By how much the constraint is violated; 0 or less where it holds."""

@@ -1,5 +1,6 @@
 """The tables and the picture of a study, from trials made by hand."""
 
+import math
 from typing import Any
 
 import pytest
@@ -92,6 +93,21 @@ def test_the_reward_has_a_panel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(gold) == 2
     for own, other in zip(gold, reward, strict=True):
         assert other == pytest.approx([2 * height for height in own])
+
+
+def test_without_gold_the_picture_has_the_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function's reward, as in examples/arithmetic.yaml."""
+    monkeypatch.setattr(picture, "png", lambda figure: figure)
+    one = trial(0.1, 1)
+    rows = [("sft", 0.0, 0.0, 0.4), ("ppo", 80.0, 1.0, 0.9), ("rejection_sft", None, 0.8, 0.95)]
+    one.frontier = [
+        dict(zip(("family", "point", "kl", "reward"), row, strict=True)) | {"gold": math.nan} for row in rows
+    ]
+    drawn: Any = picture.draw(tables.by_setting([one]))
+    (axes,) = drawn.axes
+    assert axes.get_ylabel() == "reward"
+    assert [list(line.get_ydata())[-1] for line in axes.get_lines()] == pytest.approx([0.9, 0.95])
+    assert f"| {one.name} | finished | – | – | – |  |" in tables.report(Call(()), [one]), "no step of the highest gold"
 
 
 def test_methods_are_compared_by_gold_reward_kl_and_length() -> None:
