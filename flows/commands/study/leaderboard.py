@@ -4,8 +4,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from statistics import fmean
 
-import pandas as pd
-
 from flows.commands.study import tables
 from flows.commands.study.picture import PPO_FAMILIES
 from flows.commands.study.trials import Trial
@@ -50,7 +48,7 @@ def rows(trials: Sequence[Trial], commit: str, command: str) -> str:
 def gold_within(trial: Trial, method: str) -> float | None:
     """Gold at the budget of KL, or at the method's largest KL if that is less; None without the method."""
     families = PPO_FAMILIES if method == POLICY else {"sft", method}
-    points = [row for row in trial.frontier if row["family"] in families and pd.notna(row["gold"])]
+    points = [row for row in trial.frontier if row["family"] in families]
     if len(points) < 2:
         return None
     kls, golds = [row["kl"] for row in points], [row["gold"] for row in points]
