@@ -259,11 +259,14 @@ def test_a_setting_without_all_its_seeds_is_left_out(
     assert papers.read("gao").accuracy.isna().all(), "without a reward model"
 
 
+def table_rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+
+
 def test_the_leaderboard_has_the_scores_of_its_study() -> None:
     """A row of a study of examples/papers/ has the mean over seeds that the study's CSV file gives."""
     maker = script("make_papers")
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in LEADERBOARD.read_text("utf-8").splitlines()
-            if line.startswith("| ") and "examples/papers/" in line]  # fmt: skip
+    rows = [row for row in table_rows(LEADERBOARD.read_text(encoding="utf-8")) if "examples/papers/" in row[-2]]
     assert rows
     families = {label(name): name for name in ("policy", *maker.METHODS)}
     for method, setting, gold, seeds, _tokens, _commit, command, _date in rows:
@@ -276,3 +279,14 @@ def test_the_leaderboard_has_the_scores_of_its_study() -> None:
         assert len(golds) == int(seeds)
         assert None not in golds
         assert float(gold.split()[0]) == pytest.approx(fmean(one for one in golds if one is not None), abs=0.006)
+
+
+def test_the_readme_has_the_best_row_of_each_method_of_the_leaderboard() -> None:
+    best: dict[str, str] = {}
+    for method, _setting, gold, *_rest in table_rows(LEADERBOARD.read_text(encoding="utf-8"))[
+        2:
+    ]:  # without the heading
+        best.setdefault(method.removesuffix(" policy"), gold)
+    text = (LEADERBOARD.parents[1] / "README.md").read_text(encoding="utf-8")
+    names, golds = table_rows(text.partition("**Leaderboard:**")[2].partition("\n## ")[0])
+    assert dict(zip((name.partition(":")[0] for name in names), golds, strict=True)) == best
