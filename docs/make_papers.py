@@ -329,18 +329,19 @@ ENSEMBLES = {"one": ("one reward model", INK, ":")} | {
 def ensembles_table(table: pd.DataFrame) -> str:
     """A row for each case."""
     cells = [["reward", "best of 128: gain", "less the highest of fewer", "PPO: highest gain", "gain at the end",
-              "less that of one"]]  # fmt: skip
+              "its fall", "end less that of one"]]  # fmt: skip
     alone = by_seed(table[(table.case == "one") & (table.family == "ppo")], last)
     for case, (label, *_) in ENSEMBLES.items():
         rows = table[table.case == case]
         if not len(rows):
             continue
         bon, ppo = (rows[rows.family == family] for family in FAMILIES)
-        ends = by_seed(ppo, last)
+        ends, highest = by_seed(ppo, last), highest_before(ppo)
+        falls = [high - end for high, end in zip(highest, ends, strict=True)]
         differences = [mine - other for mine, other in zip(ends, alone, strict=True)]
         cells.append([
-            label, cell(by_seed(bon, last)), cell(above_before(bon), "+.2f"), cell(highest_before(ppo)), cell(ends),
-            "–" if case == "one" else cell(differences, "+.2f"),
+            label, cell(by_seed(bon, last)), cell(above_before(bon), "+.2f"), cell(highest), cell(ends),
+            cell(falls), "–" if case == "one" else cell(differences, "+.2f"),
         ])  # fmt: skip
     return markdown(cells)
 
