@@ -48,13 +48,13 @@ def test_lines_come_as_they_are_written_and_carriage_returns_end_them() -> None:
 def test_an_interrupted_command_can_print_and_close(tmp_path: Path) -> None:
     """More than a pipe holds, while it stops; nothing is lost."""
     code = (
-        "import signal, sys, time\n"
+        "import os, signal, sys, time\n"
         "def close(*_):\n"
         "    print('x' * 200_000, flush=True)\n"
         "    open(sys.argv[1], 'w').close()\n"
         "    sys.exit(1)\n"
         "signal.signal(signal.SIGINT, close)\n"
-        "print('ready', flush=True)\n"
+        "os.write(1, b'ready\\n')\n"  # a signal within print's own flush would make the handler's print fail
         "time.sleep(60)"
     )
     lines: list[str] = []
