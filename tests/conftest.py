@@ -438,6 +438,11 @@ def toy(tmp_path: Path, empty_project: Path) -> Callable[..., Path]:
     return make
 
 
+def table_rows(text: str) -> list[list[str]]:
+    """The cells of the Markdown table in the text, with its heading and the line below it."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+
+
 def benchmark(name: str) -> ModuleType:
     """A script of benchmarks/, as Python finds it and its siblings when it is run."""
     with pytest.MonkeyPatch.context() as patch:

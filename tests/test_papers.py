@@ -12,6 +12,7 @@ import pytest
 
 from flows.commands.study.leaderboard import gold_within
 from tasks.page.comparison_table import label
+from tests.conftest import table_rows
 from tests.test_docs import script
 
 LEADERBOARD = Path(__file__).resolve().parents[1] / "docs" / "leaderboard.md"
@@ -258,10 +259,6 @@ def test_a_setting_without_all_its_seeds_is_left_out(
     del files["metrics/reward.json"]
     papers.export("gao")
     assert papers.read("gao").accuracy.isna().all(), "without a reward model"
-
-
-def table_rows(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
 
 
 def test_the_leaderboard_has_the_scores_of_its_study() -> None:

@@ -7,6 +7,7 @@ import pytest
 from flows.commands.study import leaderboard
 from flows.commands.study.trials import Trial
 from rlhf_core.errors import UserError
+from tests.conftest import table_rows
 
 DEMO: dict[str, Any] = {"ingest": {"source": "demo", "demo": {}}, "judge": {},
                         "evaluate": {"max_prompts": 400, "seeds": [1, 2, 3]}}  # fmt: skip
@@ -21,13 +22,11 @@ def trial(seed: int, gold: float = 4.0, tokens: int = 500_000, **params: Any) ->
                  metrics={"evaluate": {"models": models}}, frontier=frontier)  # fmt: skip
 
 
-def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-
-
 def test_gold_is_that_of_the_budget_and_the_best_is_first() -> None:
     """PPO is half way between its snapshots at 2.8 nats; RLOO has spent less, and keeps what it has."""
-    found = cells(leaderboard.rows([trial(1), trial(2), trial(3)], "0123456789abcdef", "leash study"))
+    _heading, _line, *found = table_rows(
+        leaderboard.rows([trial(1), trial(2), trial(3)], "0123456789abcdef", "leash study")
+    )
     assert [(row[0], row[2].split()[0], row[3], row[4]) for row in found] == [
         ("PPO policy", "3.00", "3", "500,000"), ("RLOO", "1.50", "3", "100"),
     ]  # fmt: skip
@@ -36,12 +35,14 @@ def test_gold_is_that_of_the_budget_and_the_best_is_first() -> None:
 
 def test_over_optimisation_does_not_lower_a_row() -> None:
     """With at most 2.8 nats one may stop at the peak."""
-    found = cells(leaderboard.rows([trial(seed, gold=-5.0) for seed in (1, 2, 3)], "0", "x"))
+    _heading, _line, *found = table_rows(leaderboard.rows([trial(seed, gold=-5.0) for seed in (1, 2, 3)], "0", "x"))
     assert found[0][2].split()[0] == "2.00"
 
 
 def test_a_method_over_the_budget_of_tokens_has_no_row() -> None:
-    found = cells(leaderboard.rows([trial(seed, tokens=leaderboard.TOKENS + seed) for seed in (0, 1, 2)], "0", "x"))
+    _heading, _line, *found = table_rows(
+        leaderboard.rows([trial(seed, tokens=leaderboard.TOKENS + seed) for seed in (0, 1, 2)], "0", "x")
+    )
     assert [row[0] for row in found] == ["RLOO"]
 
 
